@@ -1,0 +1,71 @@
+"""The vocabulary of rooms: keys, states, abort sources and outcomes (design sections 2, 5 and 6)."""
+
+from __future__ import annotations
+
+from enum import Enum
+from typing import NamedTuple
+
+
+class RoomKey(NamedTuple):
+    """One generation of one room. A frame that names an older generation is refused."""
+
+    room: int
+    generation: int
+
+    def __str__(self) -> str:
+        return f"{self.room}.{self.generation}"
+
+
+class RoomState(Enum):
+    """Every state a room can be in, on one rank or as the control plane sees the whole room."""
+
+    ALLOCATED = "allocated"
+    BOOTSTRAPPING = "bootstrapping"
+    LOADING = "loading"
+    SENDING = "sending"
+    LANDED = "landed"
+    VERIFIED = "verified"
+    DECODING = "decoding"
+    CLOSED = "closed"
+    ABORTING = "aborting"
+    QUIESCING = "quiescing"
+    ABORTED = "aborted"
+
+    @property
+    def terminal(self) -> bool:
+        return self in TERMINAL
+
+
+#: The order in which a room that is never aborted passes through its states.
+FORWARD: tuple[RoomState, ...] = (
+    RoomState.ALLOCATED,
+    RoomState.BOOTSTRAPPING,
+    RoomState.LOADING,
+    RoomState.SENDING,
+    RoomState.LANDED,
+    RoomState.VERIFIED,
+    RoomState.DECODING,
+    RoomState.CLOSED,
+)
+#: The order in which an aborted room ends.
+ABORT: tuple[RoomState, ...] = (RoomState.ABORTING, RoomState.QUIESCING, RoomState.ABORTED)
+TERMINAL = frozenset({RoomState.CLOSED, RoomState.ABORTED})
+ABORTS = frozenset(ABORT)
+
+
+class AbortSource(Enum):
+    """Who asked for an abort (design section 6)."""
+
+    CLIENT = "client"
+    ADMIN = "admin"
+    DEADLINE = "deadline"
+    ENGINE_FAULT = "engine_fault"
+    INTEGRITY = "integrity"
+    DRAIN = "drain"
+
+
+class Quiet(Enum):
+    """What an abort-ack says of the writer."""
+
+    QUIET = "quiet"  #: no write of the room is in flight and none will be posted
+    POISONED = "poisoned"  #: writes ended without a known state: only a fence releases the room
