@@ -1,4 +1,4 @@
-"""Package list only: pyproject.toml cannot say "every sub-package of controlplane/, under the name dsv4ctl."."""
+"""Package list only: pyproject.toml cannot say "every sub-package of controlplane/, prefixed dsv4ctl"."""
 
 from setuptools import find_packages, setup
 
