@@ -1,0 +1,219 @@
+"""A whole room as the control plane sees it: a pure machine over the reports of its ranks.
+
+Events come in with `now` (monotonic seconds); effects come out for a shell to carry out. The room is
+`closed` when every rank closed it, and `aborted` when every rank acknowledged or was fenced (S5, S6).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple
+
+from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
+
+_ORDER = {state: index for index, state in enumerate(FORWARD)}
+
+
+class ParticipantInfo(NamedTuple):
+    engine: str
+    rank: int
+    role: str  #: "prefill" (the writer), "decode" (the reader) or "single"
+
+
+class SendAbort(NamedTuple):
+    incarnation: str
+    key: RoomKey
+    source: AbortSource
+    reason: str
+
+
+class Fence(NamedTuple):
+    """Kill and reap `incarnation`: nothing else can prove that it is quiet."""
+
+    incarnation: str
+    key: RoomKey
+    reason: str
+
+
+class Entered(NamedTuple):
+    key: RoomKey
+    state: RoomState
+
+
+class Ended(NamedTuple):
+    key: RoomKey
+    state: RoomState
+    reason: str | None
+
+
+Effect = SendAbort | Fence | Entered | Ended
+
+
+class StaleReport(ValueError):
+    """A report by an incarnation that takes no part in the room: refused (fencing)."""
+
+
+@dataclass(slots=True)
+class _Participant:
+    info: ParticipantInfo
+    state: RoomState = RoomState.ALLOCATED
+    reported: bool = False
+    done: bool = False
+    fencing: bool = False
+
+
+@dataclass(slots=True)
+class Room:
+    """One request's transfer. `deadlines` are seconds by state value, plus `ack` for an abort's end."""
+
+    key: RoomKey
+    request_id: str
+    session: str | None
+    participants: Mapping[str, ParticipantInfo]
+    deadlines: Mapping[str, float]
+    now: float
+    state: RoomState = RoomState.ALLOCATED
+    reason: str | None = None
+    source: AbortSource | None = None
+    details: dict[str, Any] = field(default_factory=dict)
+    history: list[tuple[RoomState, float]] = field(default_factory=list)
+    _ranks: dict[str, _Participant] = field(default_factory=dict)
+    _due: float | None = None
+
+    def __post_init__(self) -> None:
+        self._ranks = {name: _Participant(info) for name, info in self.participants.items()}
+        self._enter(RoomState.ALLOCATED, self.now)
+
+    @property
+    def opened_at(self) -> float:
+        return self.history[0][1]
+
+    @property
+    def allocated(self) -> bool:
+        """Every rank knows the room: the request may be sent."""
+        return all(rank.reported for rank in self._ranks.values())
+
+    def next_deadline(self) -> float | None:
+        return self._due
+
+    def report(self, incarnation: str, state: RoomState, detail: Mapping[str, Any], now: float) -> list[Effect]:
+        """A rank changed its state. Raises StaleReport if `incarnation` takes no part."""
+        rank = self._rank(incarnation)
+        if self.state in TERMINAL or rank.done:
+            return []
+        rank.reported = True
+        rank.state = state
+        self.details.update(detail)
+        if state in ABORTS:
+            return self._rank_aborts(rank, state, detail, now)
+        if state is RoomState.CLOSED:
+            rank.done = True
+        return list(self._settle(now) if self.state in ABORTS else self._advance(now))
+
+    def abort(self, source: AbortSource, reason: str, now: float) -> list[Effect]:
+        """Begins the abort on every rank. A second call, or one on an ended room, changes nothing."""
+        if self.state in ABORTS or self.state in TERMINAL:
+            return []
+        self.source, self.reason = source, reason
+        effects: list[Effect] = [self._enter(RoomState.ABORTING, now)]
+        effects += [
+            SendAbort(name, self.key, source, reason) for name, rank in self._ranks.items() if not rank.done
+        ]
+        return effects + list(self._settle(now))
+
+    def ack(self, incarnation: str, outcome: Quiet, now: float) -> list[Effect]:
+        """The rank is quiet, or poisoned: then only its fence ends the room. Raises StaleReport."""
+        rank = self._rank(incarnation)
+        if self.state in TERMINAL or rank.done:
+            return []
+        if outcome is Quiet.POISONED:
+            return list(self._fence(incarnation, "poisoned: its writes ended without a known state"))
+        rank.done = True
+        rank.state = RoomState.ABORTED
+        if self.state in ABORTS:
+            return list(self._settle(now))
+        return self._rank_aborts(rank, RoomState.ABORTED, {}, now)
+
+    def fenced(self, incarnation: str, now: float) -> list[Effect]:
+        """The process of `incarnation` is killed and reaped. No effect if it takes no part."""
+        rank = self._ranks.get(incarnation)
+        if rank is None or rank.done or self.state in TERMINAL:
+            return []
+        rank.done = True
+        rank.state = RoomState.ABORTED
+        reason = f"{rank.info.engine} rank {rank.info.rank} ended"
+        if self.state not in ABORTS:
+            return self.abort(AbortSource.ENGINE_FAULT, reason, now)
+        self._due = now + self.deadlines["ack"]
+        return list(self._settle(now))
+
+    def tick(self, now: float) -> list[Effect]:
+        """Enforces the deadline of the present state: abort first, then fence the ranks that did not ack.
+
+        Writers are fenced before readers: a reader may only be waiting for its writer's ack.
+        """
+        if self._due is None or now < self._due or self.state in TERMINAL:
+            return []
+        if self.state not in ABORTS:
+            allowed = self.deadlines[self.state.value]
+            return self.abort(AbortSource.DEADLINE, f"{self.state.value} lasted over {allowed:g} s", now)
+        waiting = {name: rank for name, rank in self._ranks.items() if not rank.done}
+        writers = {name: rank for name, rank in waiting.items() if rank.info.role != "decode"}
+        self._due = now + self.deadlines["ack"]
+        reason = f"no abort-ack within {self.deadlines['ack']:g} s"
+        return [effect for name in (writers or waiting) for effect in self._fence(name, reason)]
+
+    def _rank(self, incarnation: str) -> _Participant:
+        try:
+            return self._ranks[incarnation]
+        except KeyError:
+            raise StaleReport(f"room {self.key}: {incarnation} takes no part in it") from None
+
+    def _fence(self, incarnation: str, reason: str) -> Iterator[Effect]:
+        rank = self._ranks[incarnation]
+        if not rank.fencing:
+            rank.fencing = True
+            yield Fence(incarnation, self.key, reason)
+
+    def _rank_aborts(
+        self, rank: _Participant, state: RoomState, detail: Mapping[str, Any], now: float
+    ) -> list[Effect]:
+        """A rank began (or finished) aborting. If it was first, the others are told."""
+        rank.done = state is RoomState.ABORTED
+        if self.state in ABORTS:
+            return list(self._settle(now))
+        source = AbortSource(detail.get("source", AbortSource.ENGINE_FAULT.value))
+        reason = str(detail.get("reason", f"{rank.info.engine} rank {rank.info.rank} aborted the room"))
+        return self.abort(source, reason, now)
+
+    def _advance(self, now: float) -> Iterator[Effect]:
+        """Not aborted: the room is where its furthest rank is, and closed once all are."""
+        if all(rank.done for rank in self._ranks.values()):
+            yield self._enter(RoomState.CLOSED, now)
+            yield Ended(self.key, RoomState.CLOSED, None)
+            return
+        states = [rank.state for rank in self._ranks.values() if rank.state is not RoomState.CLOSED]
+        furthest = max(states, key=_ORDER.__getitem__)
+        if _ORDER[furthest] > _ORDER[self.state]:
+            yield self._enter(furthest, now)
+
+    def _settle(self, now: float) -> Iterator[Effect]:
+        """Aborting: `quiescing` once every rank knows, `aborted` once every rank is quiet or fenced."""
+        ranks = self._ranks.values()
+        if all(rank.done for rank in ranks):
+            yield self._enter(RoomState.ABORTED, now)
+            yield Ended(self.key, RoomState.ABORTED, self.reason)
+        elif self.state is RoomState.ABORTING and all(rank.done or rank.state in ABORTS for rank in ranks):
+            yield self._enter(RoomState.QUIESCING, now)
+
+    def _enter(self, state: RoomState, now: float) -> Entered:
+        self.state = state
+        self.history.append((state, now))
+        if state in TERMINAL:
+            self._due = None
+        elif state is RoomState.ABORTING:
+            self._due = now + self.deadlines["ack"]
+        elif state is not RoomState.QUIESCING:
+            self._due = now + self.deadlines[state.value]
+        return Entered(self.key, state)
