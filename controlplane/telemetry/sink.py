@@ -1,0 +1,91 @@
+"""Lines to a file descriptor that may have no reader: bounded queue, own thread, drops counted."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections import deque
+from collections.abc import Callable
+
+
+class LineSink:
+    """Writes lines from its own thread; `put` never blocks.
+
+    `capacity` bounds the lines held, those being written included. A line above it is dropped and counted;
+    once the reader takes lines again, `dropped_line(count)` stands where the dropped ones would have stood.
+    If the descriptor fails (its reader is gone), later lines are dropped and `failed(error)` is called once.
+    """
+
+    def __init__(
+        self,
+        fd: int,
+        capacity: int,
+        dropped_line: Callable[[int], str],
+        failed: Callable[[OSError], None],
+    ) -> None:
+        self._fd = fd
+        self._capacity = capacity
+        self._dropped_line = dropped_line
+        self._failed = failed
+        self._lines: deque[str] = deque()
+        self._held = 0
+        self._unreported = 0
+        self._closing = False
+        self._broken = False
+        self._change = threading.Condition()
+        self.dropped = 0  #: lines lost since start
+        # A daemon: a write that nobody reads blocks for ever, and must not keep the process alive.
+        self._thread = threading.Thread(target=self._run, name="log-writer", daemon=True)
+        self._thread.start()
+
+    def put(self, line: str) -> None:
+        with self._change:
+            if self._broken or self._closing or self._held >= self._capacity:
+                self.dropped += 1
+                self._unreported += 1
+                return
+            self._lines.append(line)
+            self._held += 1
+            self._change.notify()
+
+    def close(self, timeout: float) -> None:
+        """Writes what is held, for at most `timeout` seconds; what a stalled reader leaves is lost."""
+        with self._change:
+            self._closing = True
+            self._change.notify()
+        self._thread.join(timeout)
+
+    def _run(self) -> None:
+        while True:
+            with self._change:
+                self._change.wait_for(lambda: self._lines or self._closing)
+                if not self._lines:
+                    return
+                batch, self._lines = list(self._lines), deque()
+            try:
+                self._write("".join(f"{line}\n" for line in batch))
+                self._report_drops(len(batch))
+            except OSError as error:
+                self._break(error)
+                return
+
+    def _report_drops(self, written: int) -> None:
+        with self._change:
+            self._held -= written
+            # Lines put while this batch was being written stand before those that were dropped.
+            if self._lines or not self._unreported:
+                return
+            count, self._unreported = self._unreported, 0
+        self._write(self._dropped_line(count) + "\n")
+
+    def _write(self, text: str) -> None:
+        data = memoryview(text.encode("utf-8", "backslashreplace"))
+        while data:
+            data = data[os.write(self._fd, data) :]
+
+    def _break(self, error: OSError) -> None:
+        with self._change:
+            self._broken = True
+            self.dropped += self._held
+            self._lines.clear()
+        self._failed(error)
