@@ -27,6 +27,14 @@ class LoadKind(Enum):
     FORWARD = "forward"  #: computed here
 
 
+class TicketState(Enum):
+    PENDING = "pending"  #: nothing may be read yet
+    GRANTED = "granted"  #: the first `readable` layers may be read
+    REVOKING = "revoking"  #: aborted or left while granted: still holds its pages
+    RELEASED = "released"
+    REVOKED = "revoked"  #: aborted while pending: holds nothing
+
+
 class Guard(Enum):
     """What `[unsafe]` can switch off, one at a time: each is one right that somebody must hold."""
 
@@ -57,13 +65,21 @@ _GUARDED = {
 TICKET_GUARDS: tuple[Guard, ...] = tuple(_GUARDED)
 
 
-class Extent(NamedTuple):
-    """Pages of one space, and which of the space's pools are meant, over all layers of those pools.
+class SpaceSpec(NamedTuple):
+    """A family of pools that share page numbers: `pages` of them, each holding one page of every pool."""
 
-    A page number belongs to a space (`full`, `swa`, `state`, or their host mirrors `host.full`, ...):
-    the pools of one space share page numbers, generations and owners.
+    pages: int
+    pools: tuple[str, ...]
+
+
+class Extent(NamedTuple):
+    """Pages of one space at the generations they had when the extent was made, and which pools are meant.
+
+    A page number belongs to a space (`full`, `swa`, `state`, or a host mirror `host.full`, ...). An extent covers
+    all layers; how many of them may be read is the ticket's `readable`.
     """
 
     space: str
     pages: tuple[int, ...]
+    generations: tuple[int, ...]
     pools: frozenset[str]
