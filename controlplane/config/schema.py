@@ -2,63 +2,70 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
+Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]  #: 0 takes a free one
+Count = Annotated[int, msgspec.Meta(ge=1)]
+#: A deadline, in seconds. The upper bound (30 years) refuses `inf`: every wait has an end.
+Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 
-class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True, kw_only=True):
+
+class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every table of the file: unknown keys are refused."""
 
 
-class GatewayConfig(Section):
+class GatewayConfig(Section, frozen=True, kw_only=True):
     host: str = "127.0.0.1"
-    port: int = 30000  #: 0 takes a free port
-    max_body_bytes: int = 4 * 1024 * 1024
+    port: Port = 30000
+    max_body_bytes: Count = 4 * 1024 * 1024
     model: str = "dsv4-reference"  #: the name served by /v1/models
 
 
-class LogConfig(Section):
+class LogConfig(Section, frozen=True, kw_only=True):
     level: Literal["debug", "info", "warning", "error"] = "info"
     format: Literal["auto", "json", "console"] = "auto"  #: auto: console on a terminal, else JSON lines
-    queue: int = 10_000  #: lines held for a slow reader of stdout before lines are dropped (and counted)
+    queue: Count = 10_000  #: lines held for a slow reader of stdout; those above it are dropped (and counted)
 
 
-class HiCacheConfig(Section):
-    """KV cache in host memory. `h2d_gbps` paces the reference engine's copies on the CPU (0: as fast as memory)."""
+class HiCacheConfig(Section, frozen=True, kw_only=True):
+    """KV cache in host memory. `h2d_gbps` paces the reference engine's copies on the CPU (0: no pacing)."""
 
     enabled: bool = True
-    pages: int = 512  #: host pages of 256 tokens
-    h2d_gbps: float | None = None  #: None: from the measured layer time (docs/operations.md)
-    load_threshold_pages: int = 1
+    pages: Count = 512  #: host pages of 256 tokens
+    h2d_gbps: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] | None = (
+        None  #: None: from the measured layer time (docs/operations.md)
+    )
+    load_threshold_pages: Count = 1
 
 
-class ReferenceConfig(Section):
+class ReferenceConfig(Section, frozen=True, kw_only=True):
     """Options of the embedded engine."""
 
     index_k_dtype: Literal["bf16", "fp8"] = "bf16"
-    device_pages: int = 256  #: pages of 256 tokens in space `full` (and `swa`)
-    state_slots: int = 256
-    max_batch: int = 16  #: sequences in one forward step
-    context_tokens: int = 16_384
+    device_pages: Count = 256  #: pages of 256 tokens in space `full` (and `swa`)
+    state_slots: Count = 256
+    max_batch: Count = 16  #: sequences in one forward step
+    context_tokens: Count = 16_384
     seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
 
 
-class EngineConfig(Section):
+class EngineConfig(Section, frozen=True, kw_only=True):
     name: str
     role: Literal["prefill", "decode", "single"]
     adapter: str = "reference"
     host: str = "127.0.0.1"
-    port: int = 0  #: HTTP port of the engine; 0 takes a free one
-    bootstrap_port: int = 0  #: where decode ranks reach a prefill engine; 0 takes a free one
-    ranks: int = 1
-    memory_bytes: int | None = None  #: host memory this engine may use; None: what the machine has
+    port: Port = 0  #: HTTP port of the engine
+    bootstrap_port: Port = 0  #: where decode ranks reach a prefill engine
+    ranks: Count = 1
+    memory_bytes: Count | None = None  #: host memory this engine may use; None: what the machine has
     hicache: HiCacheConfig = HiCacheConfig()
     reference: ReferenceConfig = ReferenceConfig()
 
 
-class PoliciesConfig(Section):
+class PoliciesConfig(Section, frozen=True, kw_only=True):
     routing: str = "round-robin"
     admission: str = "bytes"
     integrity: str = "read"
@@ -68,38 +75,40 @@ class PoliciesConfig(Section):
     hicache: str = "write-through"
 
 
-class LimitsConfig(Section):
-    max_rooms: int = 512  #: rooms in flight before 429
-    max_bytes: int = 8 * 1024**3  #: page-rounded transfer bytes in flight before 429
-    quarantine_max: int = 64  #: quarantined pages of an engine before it is restarted
+class LimitsConfig(Section, frozen=True, kw_only=True):
+    max_rooms: Count = 512  #: rooms in flight before 429
+    max_bytes: Count = 8 * 1024**3  #: page-rounded transfer bytes in flight before 429
+    quarantine_max: Count = 64  #: quarantined pages of an engine before it is restarted
 
 
-class DeadlinesConfig(Section):
+class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """Seconds. Each room state may last this long; then the room is aborted, quarantined, fenced."""
 
-    allocated: float = 10.0
-    bootstrapping: float = 30.0
-    loading: float = 120.0
-    sending: float = 30.0
-    landed: float = 10.0
-    verified: float = 30.0
-    decoding: float = 600.0
-    ack: float = 5.0  #: aborting + quiescing, before the writer is fenced
-    fence: float = 5.0  #: a fenced process must be reaped within this
-    drain: float = 30.0  #: one total budget
-    ready: float = 90.0  #: engine start to first Hello
-    wedge: float = 8.0  #: runnable work and no progress
+    allocated: Seconds = 10.0
+    bootstrapping: Seconds = 30.0
+    loading: Seconds = 120.0
+    sending: Seconds = 30.0
+    landed: Seconds = 10.0
+    verified: Seconds = 30.0
+    decoding: Seconds = 600.0
+    ack: Seconds = 5.0  #: aborting + quiescing, before the writer is fenced
+    fence: Seconds = 5.0  #: a fenced process must be reaped within this
+    drain: Seconds = 30.0  #: one total budget
+    ready: Seconds = 90.0  #: engine start to first Hello
+    wedge: Seconds = 8.0  #: runnable work and no progress
 
 
-class UnsafeConfig(Section):
+class UnsafeConfig(Section, frozen=True, kw_only=True):
     """Switches guards off. For experiments: output WILL be corrupted."""
 
     off: list[str] = []  #: values of `tickets.types.Guard`
     runtime: bool = False  #: allow `guards` to be changed over the admin socket
 
 
-class Config(Section):
-    socket: str | None = None  #: admin socket; None: $XDG_RUNTIME_DIR/dsv4ctl.sock or /run/dsv4ctl/dsv4ctl.sock
+class Config(Section, frozen=True, kw_only=True):
+    socket: str | None = (
+        None  #: admin socket; None: $XDG_RUNTIME_DIR/dsv4ctl.sock or /run/dsv4ctl/dsv4ctl.sock
+    )
     engines: list[EngineConfig]
     gateway: GatewayConfig = GatewayConfig()
     log: LogConfig = LogConfig()
@@ -110,7 +119,7 @@ class Config(Section):
 
 
 def embedded() -> Config:
-    """What `dsv4ctl start` runs with no file: one prefill and one decode engine, HiCache on the prefill side."""
+    """What `dsv4ctl start` runs with no file: a prefill engine with HiCache, and a decode engine."""
     return Config(
         engines=[
             EngineConfig(name="prefill0", role="prefill"),

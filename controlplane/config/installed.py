@@ -1,0 +1,65 @@
+"""What is installed here: adapters, policies, memory. Nothing is imported that may import torch."""
+
+from __future__ import annotations
+
+import os
+from importlib import import_module
+from importlib.util import find_spec
+from pathlib import Path
+
+import msgspec
+
+from dsv4ctl.controlplane.config.schema import EngineConfig
+from dsv4ctl.controlplane.config.semantics import Facts
+from dsv4ctl.policies import registry
+
+#: By name, so that no import of the control plane leads into an engine's code.
+ADAPTERS = "dsv4ctl.engine_adapters"
+#: Module of an adapter that says, without torch, what an engine needs: `host_page_bytes(table) -> int`.
+MEMORY_MODULE = "memory"
+
+
+def facts() -> Facts:
+    return Facts(
+        memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
+        adapters=adapter_names(),
+        policies=registry.names,
+        host_page_bytes=host_page_bytes,
+    )
+
+
+def adapter_names() -> list[str]:
+    """Adapters are the sub-packages of `dsv4ctl.engine_adapters`."""
+    spec = find_spec(ADAPTERS)
+    folders = spec.submodule_search_locations if spec else None
+    return sorted(
+        {path.parent.name for folder in folders or () for path in Path(folder).glob("*/__init__.py")}
+    )
+
+
+def host_page_bytes(engine: EngineConfig) -> int | None:
+    """Raises ValueError for options that the adapter refuses."""
+    module = f"{ADAPTERS}.{engine.adapter}.{MEMORY_MODULE}"
+    if find_spec(module) is None:
+        return None
+    size: int = import_module(module).host_page_bytes(msgspec.to_builtins(engine))
+    return size
+
+
+def missing(engine: EngineConfig) -> str | None:
+    """What is not installed that this engine needs, and how to install it; None if it can be started."""
+    protocol = import_module(f"{ADAPTERS}.protocol")
+    request = protocol.LaunchRequest(
+        engine=msgspec.to_builtins(engine),
+        rank=0,
+        incarnation="",
+        link="",
+        unsafe_off=(),
+        integrity="",
+        model="",
+    )
+    try:
+        protocol.find(engine.adapter).launch(request)
+    except protocol.AdapterError as error:
+        return str(error)
+    return None

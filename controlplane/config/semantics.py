@@ -1,0 +1,132 @@
+"""The second half of strictness: values that are well-formed and yet cannot work together."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections.abc import Callable, Collection, Iterator
+from typing import NamedTuple
+
+from dsv4ctl.controlplane.config.problems import Problem, expected, show, unknown
+from dsv4ctl.controlplane.config.schema import Config, EngineConfig, PoliciesConfig
+from dsv4ctl.controlplane.tickets.types import Guard
+
+#: A Unix socket's path, its closing zero included, must fit into `sun_path` (108 bytes on Linux).
+SOCKET_PATH_MAX = 107
+_NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
+_ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+_LOOPBACK = frozenset({"localhost", "::1"})
+
+
+class Facts(NamedTuple):
+    """What the checks need to know of the machine and of what is installed."""
+
+    memory_bytes: int
+    adapters: Collection[str]
+    #: Names of one kind of policy (a field of `PoliciesConfig`).
+    policies: Callable[[str], Collection[str]]
+    #: Bytes of one host page of an engine, or None where its adapter cannot say. Raises ValueError.
+    host_page_bytes: Callable[[EngineConfig], int | None]
+
+
+def semantic_problems(config: Config, facts: Facts) -> Iterator[Problem]:
+    yield from _socket(config)
+    yield from _names(config)
+    yield from _peers(config)
+    yield from _ports(config)
+    yield from _policies(config.policies, facts)
+    yield from _guards(config)
+    for index, engine in enumerate(config.engines):
+        yield from _engine(f"engines[{index}]", engine, facts)
+
+
+def _socket(config: Config) -> Iterator[Problem]:
+    if config.socket is None:
+        return
+    length = len(os.fsencode(config.socket))
+    if not 0 < length <= SOCKET_PATH_MAX:
+        found = f"found {length}"
+        yield Problem("socket", f"expected a path of 1 to {SOCKET_PATH_MAX} bytes, {found}: {config.socket}")
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    if not config.engines:
+        yield Problem("engines", "expected at least one engine, found none")
+    first: dict[str, int] = {}
+    for index, engine in enumerate(config.engines):
+        key = f"engines[{index}].name"
+        if not _NAME.fullmatch(engine.name):
+            yield Problem(key, expected("lower-case letters, digits, `.`, `_` and `-`", engine.name))
+        if engine.name in first:
+            found = f"{show(engine.name)}, the name of engines[{first[engine.name]}]"
+            yield Problem(key, f"expected a name of its own, found {found}")
+        first.setdefault(engine.name, index)
+
+
+def _peers(config: Config) -> Iterator[Problem]:
+    roles = {engine.role for engine in config.engines}
+    for role, peer in (("decode", "prefill"), ("prefill", "decode")):
+        if role in roles and peer not in roles:
+            index = next(index for index, engine in enumerate(config.engines) if engine.role == role)
+            name = config.engines[index].name
+            yield Problem(
+                f"engines[{index}].role",
+                f"expected a {peer} engine beside {role} engine {show(name)}, found none",
+            )
+
+
+def _ports(config: Config) -> Iterator[Problem]:
+    taken: list[tuple[str, int, str]] = []
+    places = [("gateway.port", config.gateway.host, config.gateway.port)]
+    for index, engine in enumerate(config.engines):
+        places.append((f"engines[{index}].port", engine.host, engine.port))
+        places.append((f"engines[{index}].bootstrap_port", engine.host, engine.bootstrap_port))
+    for key, host, port in places:
+        for other_host, other_port, other_key in taken:
+            if port and port == other_port and _same_host(host, other_host):
+                yield Problem(key, f"expected a free port, found {port}, which is {other_key}'s")
+                break
+        taken.append((host, port, key))
+
+
+def _same_host(one: str, other: str) -> bool:
+    names = {"127.0.0.1" if host in _LOOPBACK else host for host in (one, other)}
+    return len(names) == 1 or bool(names & _ANY_HOST)
+
+
+def _policies(policies: PoliciesConfig, facts: Facts) -> Iterator[Problem]:
+    for kind in policies.__struct_fields__:
+        name = getattr(policies, kind)
+        names = facts.policies(kind)
+        if name not in names:
+            yield Problem(f"policies.{kind}", unknown(f"{kind} policy", name, names))
+
+
+def _guards(config: Config) -> Iterator[Problem]:
+    names = [guard.value for guard in Guard]
+    for index, name in enumerate(config.unsafe.off):
+        if name not in names:
+            yield Problem(f"unsafe.off[{index}]", unknown("guard", name, names))
+
+
+def _engine(at: str, engine: EngineConfig, facts: Facts) -> Iterator[Problem]:
+    if engine.adapter not in facts.adapters:
+        yield Problem(f"{at}.adapter", unknown("adapter", engine.adapter, facts.adapters))
+        return
+    try:
+        page_bytes = facts.host_page_bytes(engine)
+    except ValueError as error:
+        yield Problem(f"{at}.{engine.adapter}", str(error))
+        return
+    if not engine.hicache.enabled or page_bytes is None:
+        return
+    needed = engine.hicache.pages * page_bytes * engine.ranks
+    limit = min(engine.memory_bytes or facts.memory_bytes, facts.memory_bytes)
+    if needed > limit:
+        whose = "memory_bytes" if limit == engine.memory_bytes else "this machine"
+        most = limit // (page_bytes * engine.ranks)
+        yield Problem(
+            f"{at}.hicache.pages",
+            f"expected at most {most} pages ({limit:,} bytes, {whose}), found {engine.hicache.pages} pages "
+            f"of {page_bytes:,} bytes on {engine.ranks} rank(s): {needed:,} bytes",
+        )
