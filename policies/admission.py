@@ -56,8 +56,8 @@ class Admission(Protocol):
 class Bytes:
     """At most `max_rooms` rooms and `max_bytes` page-rounded bytes in flight.
 
-    Retry-after by Little's law: what is in flight leaves at (in flight / mean life), so `missing` of it have left
-    after missing * mean life / in flight; at least 1 s, at most `RETRY_CAP`.
+    Retry-after by Little's law: what is in flight leaves at (in flight / mean life), so `missing` of it have
+    left after missing * mean life / in flight; at least 1 s, at most `RETRY_CAP`.
     """
 
     RETRY_CAP = 30

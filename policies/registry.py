@@ -1,7 +1,8 @@
 """Policies by kind and name: those in this package, and third-party ones by entry point.
 
-A module of this package that is named in `KINDS` holds `POLICIES`: name -> class. A third party adds a name by
-an entry point in the group `dsv4ctl.policies.<kind>`; its class takes the arguments of that kind's `Factory`.
+A module of this package that is named in `KINDS` holds `POLICIES`: name -> class. A third party adds a name
+by an entry point in the group `dsv4ctl.policies.<kind>`; its class takes the arguments of the kind's
+`Factory`.
 """
 
 from __future__ import annotations

@@ -20,12 +20,12 @@ class GiveUp(msgspec.Struct, frozen=True):
 
 class Restart(Protocol):
     def decide(self, failures: Sequence[float], now: float) -> RestartIn | GiveUp:
-        """`failures`: when the engine ended by itself, the latest included, in seconds on the clock of `now`."""
+        """`failures`: when the engine ended by itself, the latest included, on the clock of `now` (s)."""
         ...
 
 
 class Backoff:
-    """First after `initial` s, doubled by each failure within `window` s, up to `cap`; above `tries` give up."""
+    """After `initial` s, doubled by each failure within `window` s up to `cap`; above `tries`: give up."""
 
     def __init__(
         self,
