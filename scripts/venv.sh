@@ -13,7 +13,7 @@ check_python() {
     python3 -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
         || fail "$(python3 -V 2>&1) is too old: Python 3.11 or newer is needed"
     python3 -c 'import ensurepip, venv' 2>/dev/null \
-        || fail "python3 has no ensurepip, so it cannot make a virtual environment: apt-get install python3-venv"
+        || fail "python3 cannot make a virtual environment (no ensurepip): apt-get install python3-venv"
 }
 
 # ensure_venv EXTRAS: a virtual environment at $VENV with this checkout (editable) and EXTRAS installed.
