@@ -26,11 +26,11 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """
 
     compress_ratios: tuple[int, ...] = (0, 4, 4, 128, 4, 4)
-    hidden: int = 128
-    heads: int = 4
+    hidden: int = 64
+    heads: int = 2
     kv_dim: int = 64
     rope_dim: int = 16
-    mlp: int = 256
+    mlp: int = 128
     index_heads: int = 2
     index_dim: int = 128
     index_topk: int = 32

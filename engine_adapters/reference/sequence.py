@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -33,12 +34,25 @@ class PageTable:
 
 
 @dataclass(frozen=True)
+class WindowBlock:
+    """Up to `window` consecutive queries of a chunk (`queries`) and the window keys they share (`keys`).
+
+    `bias` fp32 [queries, keys]: 0 where a query sees a key, else -inf.
+    """
+
+    queries: slice
+    keys: slice
+    bias: torch.Tensor
+
+
+@dataclass(frozen=True)
 class Chunk:
     """Some tokens of one sequence, inside one logical page: 1..256 from a page boundary on, or 1 anywhere.
 
     Built by `make_chunk`; all index tensors are int64 and point into flat pool rows (page * rows + row).
     With T tokens from `start`: window keys are the K tokens from max(0, start - window + 1) to start + T - 1;
-    compressed keys are the completed blocks of the whole sequence.
+    compressed rows (`rows_4`, `rows_128`) are those of the sequence's completed blocks; the blocks of the
+    chunk's own page come last, with biases `hidden_4`, `hidden_128`.
     """
 
     pools: DevicePools
@@ -51,9 +65,11 @@ class Chunk:
     full_page: int
     full_pages: torch.Tensor
     window_rows: torch.Tensor
-    window_bias: torch.Tensor
-    visible_4: torch.Tensor
-    visible_128: torch.Tensor
+    window_blocks: tuple[WindowBlock, ...]
+    rows_4: torch.Tensor
+    rows_128: torch.Tensor
+    hidden_4: torch.Tensor
+    hidden_128: torch.Tensor
 
     @property
     def tokens(self) -> int:
@@ -104,9 +120,8 @@ def make_chunk(
         raise ValueError("page table has no state slot")
     positions = torch.arange(start, end)
     keys = torch.arange(first, end)
+    full_pages = torch.tensor(table.full[: page + 1])
     swa_pages = torch.tensor([table.swa[at] for at in range(first // page_tokens, page + 1)])
-    distance = positions[:, None] - keys[None, :]
-    hidden = (distance < 0) | (distance >= geometry.window)
     return Chunk(
         pools=pools,
         ids=torch.tensor(ids, dtype=torch.int64),
@@ -116,12 +131,44 @@ def make_chunk(
         state_to=table.state,
         swa_page=table.swa[page],
         full_page=table.full[page],
-        full_pages=torch.tensor(table.full[: page + 1]),
+        full_pages=full_pages,
         window_rows=swa_pages[keys // page_tokens - first // page_tokens] * page_tokens + keys % page_tokens,
-        window_bias=torch.zeros(hidden.shape).masked_fill_(hidden, float("-inf")),
-        visible_4=(positions + 1) // 4,
-        visible_128=(positions + 1) // 128,
+        window_blocks=_window_blocks(start, end, geometry.window),
+        rows_4=_block_rows(full_pages, page_tokens // 4, end // 4),
+        rows_128=_block_rows(full_pages, page_tokens // 128, end // 128),
+        hidden_4=_hidden_blocks(start % page_tokens, len(ids), 4),
+        hidden_128=_hidden_blocks(start % page_tokens, len(ids), 128),
     )
+
+
+def _window_blocks(start: int, end: int, window: int) -> tuple[WindowBlock, ...]:
+    first = max(0, start - window + 1)
+    blocks = []
+    for at in range(start, end, window):
+        stop, low = min(at + window, end), max(0, at - window + 1)
+        bias = _window_bias(stop - at, stop - low, window)
+        blocks.append(WindowBlock(slice(at - start, stop - start), slice(low - first, stop - first), bias))
+    return tuple(blocks)
+
+
+@functools.lru_cache(maxsize=1024)
+def _window_bias(queries: int, keys: int, window: int) -> torch.Tensor:
+    """Bias of queries at the end of a run of keys: each sees itself and the window - 1 keys before it."""
+    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
+    return torch.zeros(queries, keys).masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+
+
+def _block_rows(pages: torch.Tensor, per_page: int, blocks: int) -> torch.Tensor:
+    """Flat pool rows of the sequence's first `blocks` compressed blocks."""
+    return (pages[:, None] * per_page + torch.arange(per_page)).view(-1)[:blocks]
+
+
+@functools.lru_cache(maxsize=2048)
+def _hidden_blocks(offset: int, tokens: int, ratio: int) -> torch.Tensor:
+    """Bias fp32 [tokens, blocks] for the blocks of the chunk's own page: -inf until a block is complete."""
+    seen = (torch.arange(offset, offset + tokens) + 1) // ratio
+    blocks = torch.arange((offset + tokens) // ratio)
+    return torch.zeros(tokens, blocks.shape[0]).masked_fill_(blocks >= seen[:, None], float("-inf"))
 
 
 def _check_span(geometry: Geometry, tokens: int, start: int) -> None:

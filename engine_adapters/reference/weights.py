@@ -1,0 +1,101 @@
+"""Seeded random weights: the same in every process with the same torch release. The model knows nothing.
+
+The gains are chosen so that damage shows: attention is peaked (a few rows decide) and outweighs the
+residual stream, so wrong bytes in any pool change greedy tokens soon (measured in tests/reference_model).
+"""
+
+from __future__ import annotations
+
+import zlib
+from dataclasses import dataclass
+
+import torch
+
+from dsv4ctl.engine_adapters.reference.geometry import Geometry
+from dsv4ctl.engine_adapters.reference.tokenizer import EOS, PRINTABLE
+
+ATTENTION_GAIN = 2.0
+"""Factor on the softmax logits, whose standard deviation would be about 1 otherwise."""
+COMPRESSED_BONUS = {4: 1.0, 128: 1.0}
+"""Added to the softmax logits of compressed rows, each of which stands for several tokens."""
+OUTPUT_GAIN = 2.0
+GATE_GAIN = 2.0
+
+
+@dataclass(frozen=True)
+class LayerWeights:
+    """One layer. `project` fp32 [hidden, sum of `widths`] holds every projection of the attention's input.
+
+    `widths`: queries and kv; ratio 128: compressor rows; ratio 4: compressor rows, index compressor rows,
+    index queries, index head weights. `kv_position`, `index_position` [page_tokens, width]: added
+    to the compressors' gate scores (one pattern a block, repeated).
+    """
+
+    project: torch.Tensor
+    widths: tuple[int, ...]
+    output: torch.Tensor
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    kv_position: torch.Tensor | None
+    index_position: torch.Tensor | None
+
+
+@dataclass(frozen=True)
+class Weights:
+    """`embed` fp32 [vocab, hidden], `head` fp32 [hidden, vocab], `head_bias` [vocab] (-inf: never said)."""
+
+    embed: torch.Tensor
+    head: torch.Tensor
+    head_bias: torch.Tensor
+    layers: tuple[LayerWeights, ...]
+
+
+def make_weights(geometry: Geometry, seed: int) -> Weights:
+    """Weights of a geometry. Values are rounded to bf16 and kept in fp32, the type they are used in."""
+    hidden = geometry.hidden
+    head_bias = torch.full((geometry.vocab,), float("-inf"))
+    head_bias[torch.tensor([*PRINTABLE, EOS])] = 0.0
+    return Weights(
+        embed=_normal(seed, "embed", geometry.vocab, hidden),
+        head=_normal(seed, "head", hidden, geometry.vocab) / hidden**0.5,
+        head_bias=head_bias,
+        layers=tuple(_layer(geometry, seed, layer) for layer in range(geometry.layers)),
+    )
+
+
+def _layer(geometry: Geometry, seed: int, layer: int) -> LayerWeights:
+    ratio, hidden = geometry.compress_ratios[layer], geometry.hidden
+    attention = geometry.heads * geometry.kv_dim
+    widths = [attention + geometry.kv_dim]
+    if ratio == 128:
+        widths += [2 * geometry.kv_dim]
+    if ratio == 4:
+        index_queries = geometry.index_heads * geometry.index_dim
+        widths += [4 * geometry.kv_dim, 4 * geometry.index_dim, index_queries, geometry.index_heads]
+    kv_width = geometry.kv_dim * (2 if ratio == 4 else 1)
+
+    def normal(name: str, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
+        return _normal(seed, f"{layer}.{name}", rows, columns) * (gain / rows**0.5)
+
+    def position(name: str, width: int) -> torch.Tensor:
+        return _normal(seed, f"{layer}.{name}", ratio, width).repeat(geometry.page_tokens // ratio, 1)
+
+    return LayerWeights(
+        project=_bf16(normal("project", hidden, sum(widths))),
+        widths=tuple(widths),
+        output=_bf16(normal("output", attention, hidden, OUTPUT_GAIN)),
+        gate_up=_bf16(normal("gate_up", hidden, 2 * geometry.mlp)),
+        down=_bf16(normal("down", geometry.mlp, hidden)),
+        kv_position=position("kv_position", kv_width) if ratio else None,
+        index_position=position("index_position", 2 * geometry.index_dim) if ratio == 4 else None,
+    )
+
+
+def _normal(seed: int, name: str, rows: int, columns: int) -> torch.Tensor:
+    """Standard normal values, drawn from a stream of their own: one tensor's shape moves no other."""
+    generator = torch.Generator().manual_seed(seed * 0x9E3779B1 + zlib.crc32(name.encode()) & (1 << 63) - 1)
+    return _bf16(torch.randn(rows, columns, generator=generator))
+
+
+def _bf16(values: torch.Tensor) -> torch.Tensor:
+    return values.to(torch.bfloat16).to(torch.float32)

@@ -1,0 +1,32 @@
+"""Exact top-k of index logits: the k largest of each row, the lowest index winning ties."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+
+def topk_reference(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """fp32 [rows, n] -> int64 [rows, min(k, n)], indices ascending. Plain torch: a stable sort."""
+    order = torch.sort(logits + 0.0, dim=-1, descending=True, stable=True).indices
+    return order[:, : min(k, logits.shape[1])].sort(dim=-1).values
+
+
+def topk(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """The same bits as `topk_reference`, without sorting; CPU only. NaN is not expected.
+
+    A logit and its index become one int64 key (order-preserving bits of the float above, the complement of
+    the index below; little-endian), so all keys differ and any selection algorithm returns the same set.
+    """
+    rows, n = logits.shape
+    if k >= n:
+        return torch.arange(n).expand(rows, n)
+    bits = (logits + 0.0).view(torch.int32)
+    keys = np.empty((rows, n), dtype=np.int64)
+    halves = torch.from_numpy(keys).view(torch.int32).view(rows, n, 2)
+    halves[:, :, 0] = torch.arange(n - 1, -1, -1)
+    torch.bitwise_xor(bits, (bits >> 31).bitwise_and_(0x7FFFFFFF), out=halves[:, :, 1])
+    keys.partition(n - k, axis=-1)
+    chosen = (n - 1) - (keys[:, n - k :] & 0xFFFFFFFF)
+    chosen.sort(axis=-1)
+    return torch.from_numpy(np.ascontiguousarray(chosen))
