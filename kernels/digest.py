@@ -3,8 +3,8 @@
 A page is W little-endian 64-bit words w[i] (its size is a multiple of 8). All arithmetic is modulo 2^64,
 all shifts are logical:
 
-    x[i] = w[i] * odd(i);  x ^= x >> 32;  x *= MIX;  x ^= x >> 32
-    digest = finish((sum of x[i]) ^ (bytes * MIX))
+    x = w[i];  x ^= x >> 32;  x *= odd(i);  x ^= x >> 32;  x *= MIX;  x ^= x >> 32
+    digest = finish((sum of all x) ^ (bytes * MIX)),  finish(x): x ^= x >> 32;  x *= FINISH;  x ^= x >> 32
 
 odd(i) = splitmix64(i + 1) | 1. Every step on a word is a bijection, so a change inside one word always
 changes the digest; changes in several words, swaps and shifts collide with a chance of about 2^-64 (it is
@@ -50,7 +50,9 @@ def digest_numpy(pages: npt.NDArray[np.uint8]) -> Digests:
     sums = np.empty(words.shape[0], dtype=np.uint64)
     step = max(1, _BLOCK_WORDS // words.shape[1])
     for at in range(0, words.shape[0], step):
-        x = words[at : at + step] * odd
+        block = words[at : at + step]
+        x = block ^ (block >> _U32)
+        x *= odd
         x ^= x >> _U32
         x *= np.uint64(MIX)
         x ^= x >> _U32
@@ -67,8 +69,11 @@ def digest_torch(pages: torch.Tensor) -> Digests:
     sums = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
     step = max(1, _BLOCK_WORDS // words.shape[1])
     for at in range(0, words.shape[0], step):
-        x = words[at : at + step] * odd
-        shifted = x >> 32
+        block = words[at : at + step]
+        shifted = block >> 32
+        x = block ^ shifted.bitwise_and_(0xFFFFFFFF)
+        x *= odd
+        torch.bitwise_right_shift(x, 32, out=shifted)
         x ^= shifted.bitwise_and_(0xFFFFFFFF)
         x *= mix
         torch.bitwise_right_shift(x, 32, out=shifted)

@@ -45,9 +45,7 @@ def read_keys(pages: torch.Tensor, dtype: str, chosen: torch.Tensor, count: int)
     raw = pages.index_select(0, chosen)
     if dtype == "bf16":
         return raw.view(torch.bfloat16).view(-1, DIM)[:count].to(torch.float32)
-    codes = (
-        raw[:, : KEYS * DIM].contiguous().view(torch.float8_e4m3fn).view(-1, DIM)[:count].to(torch.float32)
-    )
+    codes = raw[:, : KEYS * DIM].contiguous().view(torch.float8_e4m3fn).view(-1, DIM)[:count].to(torch.float32)
     scales = raw[:, KEYS * DIM :].contiguous().view(torch.float32).view(-1, 1)[:count]
     return codes.to(torch.float32) * scales
 

@@ -25,7 +25,7 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     Raises ValueError (naming field, value and what is allowed) for a shape the model cannot have.
     """
 
-    compress_ratios: tuple[int, ...] = (0, 4, 4, 128, 4, 4)
+    compress_ratios: tuple[int, ...] = (0, 4, 4, 128, 4)
     hidden: int = 64
     heads: int = 2
     kv_dim: int = 64
@@ -139,9 +139,7 @@ def pool_specs(geometry: Geometry) -> dict[str, PoolSpec]:
         scales = Segment(keys * geometry.index_dim, INDEX_SCALE_BYTES)
         index_segments = (Segment(0, geometry.index_dim), scales)
     rows_128 = geometry.page_tokens // 128
-    kv_state, index_state = (
-        Segment(0, 2 * dim * 2 * STATE_BYTES) for dim in (geometry.kv_dim, geometry.index_dim)
-    )
+    kv_state, index_state = (Segment(0, 2 * dim * 2 * STATE_BYTES) for dim in (geometry.kv_dim, geometry.index_dim))
     kv_state_128 = Segment(0, geometry.kv_dim * 2 * STATE_BYTES)
     all_layers = tuple(range(geometry.layers))
     specs = (

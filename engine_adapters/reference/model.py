@@ -66,23 +66,19 @@ class Model:
             hidden = self.forward_layer(layer, hidden, chunk, gate)
         return hidden
 
-    def _attention(
-        self, layer: int, weights: LayerWeights, x: torch.Tensor, chunk: Chunk, gate: Gate
-    ) -> torch.Tensor:
+    def _attention(self, layer: int, weights: LayerWeights, x: torch.Tensor, chunk: Chunk, gate: Gate) -> torch.Tensor:
         geometry, ratio = self.geometry, self.geometry.compress_ratios[layer]
         query_kv, *compressed = (x @ weights.project).split(weights.widths, dim=-1)
-        query_kv = self.rope.at(
-            _normed(query_kv.view(chunk.tokens, geometry.heads + 1, geometry.kv_dim)), chunk.start
-        )
+        query_kv = self.rope.at(_normed(query_kv.view(chunk.tokens, geometry.heads + 1, geometry.kv_dim)), chunk.start)
         query = query_kv[:, :-1] * (ATTENTION_GAIN / geometry.kv_dim**0.5)
         self._write_window(layer, query_kv[:, -1], chunk)
-        shared = shared_bias = selected = selected_bias = None
+        shared = shared_bias = chosen = None
         if ratio == 4:
             kv_rows, index_rows, index_query, index_weight = compressed
             self._compress_4(layer, weights, kv_rows, index_rows, chunk, gate)
             if chunk.end >= 4:
                 chosen = self._choose(layer, index_query, index_weight, chunk, gate)
-                selected, selected_bias = self._read_chosen(layer, chosen, chunk, gate)
+                gate("attention", "c4_kv", layer)
         elif ratio == 128:
             self._compress_128(layer, weights, compressed[0], chunk, gate)
             if chunk.end >= 128:
@@ -90,14 +86,15 @@ class Model:
         gate("attention", "swa_kv", layer)
         window = chunk.pools.rows("swa_kv", layer).index_select(0, chunk.window_rows).to(torch.float32)
         out = torch.empty_like(query)
-        for block in chunk.window_blocks:
+        for block in chunk.query_blocks:
             at, keys, bias = block.queries, window[block.keys], block.bias
             if shared is not None and shared_bias is not None:
                 keys, bias = torch.cat([keys, shared]), torch.cat([bias, shared_bias[at]], dim=1)
-            if selected is None or selected_bias is None:
+            if chosen is None:
                 out[at] = attend(query[at], keys, bias)
             else:
-                out[at] = attend_chosen(query[at], keys, bias, selected[at], selected_bias[at])
+                selected, selected_bias = self._read_chosen(layer, chosen[at], chunk.positions[at], chunk)
+                out[at] = attend_chosen(query[at], keys, bias, selected, selected_bias)
         return self.rope.at(out, chunk.start, inverse=True).view(chunk.tokens, -1) @ weights.output
 
     def _write_window(self, layer: int, kv: torch.Tensor, chunk: Chunk) -> None:
@@ -140,30 +137,27 @@ class Model:
     ) -> torch.Tensor:
         """The indexer: logical block numbers int64 [T, k], ascending; those not yet visible come out too."""
         geometry = self.geometry
-        query = self.rope.at(
-            index_query.view(chunk.tokens, geometry.index_heads, geometry.index_dim), chunk.start
-        )
+        query = self.rope.at(index_query.view(chunk.tokens, geometry.index_heads, geometry.index_dim), chunk.start)
         gate("indexer", "index_k", layer)
         pages = chunk.pools.layer_bytes("index_k", layer)
         keys = index_k.read_keys(pages, geometry.index_k_dtype, chunk.full_pages, chunk.end // 4)
-        logits = index_k.index_logits(query @ index_k.hadamard(), index_weight, keys)
-        own = chunk.hidden_4.shape[1]
-        logits[:, logits.shape[1] - own :] += chunk.hidden_4
-        return topk.topk(logits, geometry.index_topk)
+        query, own, chosen = query @ index_k.hadamard(), chunk.hidden_4.shape[1], []
+        for block in chunk.query_blocks:
+            logits = index_k.index_logits(query[block.queries], index_weight[block.queries], keys)
+            logits[:, logits.shape[1] - own :] += chunk.hidden_4[block.queries]
+            chosen.append(topk.topk(logits, geometry.index_topk))
+        return torch.cat(chosen)
 
     def _read_chosen(
-        self, layer: int, chosen: torch.Tensor, chunk: Chunk, gate: Gate
+        self, layer: int, chosen: torch.Tensor, positions: torch.Tensor, chunk: Chunk
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Compressed rows of the chosen blocks: fp32 [T, k, kv_dim], and their bias [T, k]."""
-        gate("attention", "c4_kv", layer)
+        """Compressed rows of the chosen blocks [T, k] of some queries: fp32 [T, k, kv_dim], and their bias [T, k]."""
         rows = chunk.rows_4[chosen.reshape(-1)]
         selected = chunk.pools.rows("c4_kv", layer).index_select(0, rows).to(torch.float32)
-        bias = torch.zeros(chosen.shape).masked_fill_((chosen + 1) * 4 > chunk.positions[:, None] + 1, NEVER)
+        bias = torch.zeros(chosen.shape).masked_fill_((chosen + 1) * 4 > positions[:, None] + 1, NEVER)
         return selected.view(*chosen.shape, -1), bias.add_(COMPRESSED_BONUS[4])
 
-    def _compress_128(
-        self, layer: int, weights: LayerWeights, rows: torch.Tensor, chunk: Chunk, gate: Gate
-    ) -> None:
+    def _compress_128(self, layer: int, weights: LayerWeights, rows: torch.Tensor, chunk: Chunk, gate: Gate) -> None:
         """Update the ratio-128 ring; write the kv rows of the blocks the chunk completes."""
         assert weights.kv_position is not None
         kv = compress_128(rows, weights.kv_position, chunk, layer, gate)

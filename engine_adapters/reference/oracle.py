@@ -71,9 +71,7 @@ def check_request(geometry: Geometry, ids: Sequence[int], max_new_tokens: int) -
         raise ValueError(f"token {unknown[0]} is unknown: 0 to {geometry.vocab - 1} expected")
     total = len(ids) + max_new_tokens
     if total > geometry.context_tokens:
-        raise ValueError(
-            f"{len(ids)} + {max_new_tokens} tokens: at most {geometry.context_tokens} fit the context"
-        )
+        raise ValueError(f"{len(ids)} + {max_new_tokens} tokens: at most {geometry.context_tokens} fit the context")
 
 
 def private_pools(geometry: Geometry, tokens: int) -> tuple[DevicePools, PageTable]:

@@ -54,9 +54,7 @@ class DevicePools:
         self.specs = pool_specs(geometry)
         self.pages = _checked_pages(pages)
         self._bytes = {
-            spec.name: _aligned_zeros(
-                (len(spec.model_layers), self.pages[spec.space], spec.page_bytes), device
-            )
+            spec.name: _aligned_zeros((len(spec.model_layers), self.pages[spec.space], spec.page_bytes), device)
             for spec in self.specs.values()
         }
         self._rows = {
@@ -103,9 +101,7 @@ class HostPools:
         self.specs = pool_specs(geometry)
         self.pages = _checked_pages(pages)
         self._bytes = {
-            spec.name: _aligned_zeros(
-                (self.pages[spec.space], len(spec.model_layers), spec.page_bytes), "cpu"
-            )
+            spec.name: _aligned_zeros((self.pages[spec.space], len(spec.model_layers), spec.page_bytes), "cpu")
             for spec in self.specs.values()
         }
 
@@ -127,9 +123,7 @@ def load_pages(
     device_pages: Sequence[int],
 ) -> int:
     """Copy pages of one (pool, model layer) from host to device; returns the bytes copied."""
-    return _copy_pages(
-        host.layer_bytes(pool, layer), device.layer_bytes(pool, layer), host_pages, device_pages
-    )
+    return _copy_pages(host.layer_bytes(pool, layer), device.layer_bytes(pool, layer), host_pages, device_pages)
 
 
 def backup_pages(
@@ -141,18 +135,14 @@ def backup_pages(
     host_pages: Sequence[int],
 ) -> int:
     """Copy pages of one (pool, model layer) from device to host; returns the bytes copied."""
-    return _copy_pages(
-        device.layer_bytes(pool, layer), host.layer_bytes(pool, layer), device_pages, host_pages
-    )
+    return _copy_pages(device.layer_bytes(pool, layer), host.layer_bytes(pool, layer), device_pages, host_pages)
 
 
 def _copy_pages(
     source: torch.Tensor, target: torch.Tensor, source_pages: Sequence[int], target_pages: Sequence[int]
 ) -> int:
     if len(source_pages) != len(target_pages):
-        raise ValueError(
-            f"{len(source_pages)} source and {len(target_pages)} target pages: equal numbers expected"
-        )
+        raise ValueError(f"{len(source_pages)} source and {len(target_pages)} target pages: equal numbers expected")
     for from_page, to_page in zip(source_pages, target_pages, strict=True):
         target[to_page].copy_(source[from_page])
     return len(source_pages) * source.shape[-1]

@@ -11,6 +11,9 @@ import torch
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
 
+QUERY_BLOCK = 64
+"""Queries computed together: small enough that their rows stay in the processor's cache."""
+
 Gate = Callable[[str, str, int], None]
 """gate(consumer, pool, model_layer): called right before it reads cached bytes; returns when it may."""
 
@@ -34,8 +37,8 @@ class PageTable:
 
 
 @dataclass(frozen=True)
-class WindowBlock:
-    """Up to `window` consecutive queries of a chunk (`queries`) and the window keys they share (`keys`).
+class QueryBlock:
+    """Up to QUERY_BLOCK consecutive queries of a chunk (`queries`) and the window keys they share (`keys`).
 
     `bias` fp32 [queries, keys]: 0 where a query sees a key, else -inf.
     """
@@ -65,7 +68,7 @@ class Chunk:
     full_page: int
     full_pages: torch.Tensor
     window_rows: torch.Tensor
-    window_blocks: tuple[WindowBlock, ...]
+    query_blocks: tuple[QueryBlock, ...]
     rows_4: torch.Tensor
     rows_128: torch.Tensor
     hidden_4: torch.Tensor
@@ -133,7 +136,7 @@ def make_chunk(
         full_page=table.full[page],
         full_pages=full_pages,
         window_rows=swa_pages[keys // page_tokens - first // page_tokens] * page_tokens + keys % page_tokens,
-        window_blocks=_window_blocks(start, end, geometry.window),
+        query_blocks=_query_blocks(start, end, geometry.window),
         rows_4=_block_rows(full_pages, page_tokens // 4, end // 4),
         rows_128=_block_rows(full_pages, page_tokens // 128, end // 128),
         hidden_4=_hidden_blocks(start % page_tokens, len(ids), 4),
@@ -141,13 +144,13 @@ def make_chunk(
     )
 
 
-def _window_blocks(start: int, end: int, window: int) -> tuple[WindowBlock, ...]:
+def _query_blocks(start: int, end: int, window: int) -> tuple[QueryBlock, ...]:
     first = max(0, start - window + 1)
     blocks = []
-    for at in range(start, end, window):
-        stop, low = min(at + window, end), max(0, at - window + 1)
+    for at in range(start, end, QUERY_BLOCK):
+        stop, low = min(at + QUERY_BLOCK, end), max(0, at - window + 1)
         bias = _window_bias(stop - at, stop - low, window)
-        blocks.append(WindowBlock(slice(at - start, stop - start), slice(low - first, stop - first), bias))
+        blocks.append(QueryBlock(slice(at - start, stop - start), slice(low - first, stop - first), bias))
     return tuple(blocks)
 
 
@@ -176,8 +179,6 @@ def _check_span(geometry: Geometry, tokens: int, start: int) -> None:
     if tokens < 1 or start < 0 or offset + tokens > geometry.page_tokens:
         raise ValueError(f"chunk of {tokens} tokens at {start}: 1 or more inside one page expected")
     if offset and tokens > 1:
-        raise ValueError(
-            f"chunk of {tokens} tokens at {start}: inside a page only single tokens can be computed"
-        )
+        raise ValueError(f"chunk of {tokens} tokens at {start}: inside a page only single tokens can be computed")
     if start + tokens > geometry.context_tokens:
         raise ValueError(f"chunk ends at {start + tokens}, beyond the context of {geometry.context_tokens}")

@@ -14,9 +14,9 @@ import torch
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.tokenizer import EOS, PRINTABLE
 
-ATTENTION_GAIN = 2.0
+ATTENTION_GAIN = 4.0
 """Factor on the softmax logits, whose standard deviation would be about 1 otherwise."""
-COMPRESSED_BONUS = {4: 1.0, 128: 1.0}
+COMPRESSED_BONUS = {4: 3.0, 128: 3.0}
 """Added to the softmax logits of compressed rows, each of which stands for several tokens."""
 OUTPUT_GAIN = 2.0
 GATE_GAIN = 2.0
