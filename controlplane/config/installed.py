@@ -32,9 +32,7 @@ def adapter_names() -> list[str]:
     """Adapters are the sub-packages of `dsv4ctl.engine_adapters`."""
     spec = find_spec(ADAPTERS)
     folders = spec.submodule_search_locations if spec else None
-    return sorted(
-        {path.parent.name for folder in folders or () for path in Path(folder).glob("*/__init__.py")}
-    )
+    return sorted({path.parent.name for folder in folders or () for path in Path(folder).glob("*/__init__.py")})
 
 
 def host_page_bytes(engine: EngineConfig) -> int | None:

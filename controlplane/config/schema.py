@@ -8,6 +8,7 @@ import msgspec
 
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]  #: 0 takes a free one
 Count = Annotated[int, msgspec.Meta(ge=1)]
+Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
 #: A deadline, in seconds. The upper bound (30 years) refuses `inf`: every wait has an end.
 Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 
@@ -34,9 +35,7 @@ class HiCacheConfig(Section, frozen=True, kw_only=True):
 
     enabled: bool = True
     pages: Count = 512  #: host pages of 256 tokens
-    h2d_gbps: Annotated[float, msgspec.Meta(ge=0, lt=1e9)] | None = (
-        None  #: None: from the measured layer time (docs/operations.md)
-    )
+    h2d_gbps: Rate | None = None  #: None: from the measured layer time (docs/operations.md)
     load_threshold_pages: Count = 1
 
 
@@ -106,9 +105,7 @@ class UnsafeConfig(Section, frozen=True, kw_only=True):
 
 
 class Config(Section, frozen=True, kw_only=True):
-    socket: str | None = (
-        None  #: admin socket; None: $XDG_RUNTIME_DIR/dsv4ctl.sock or /run/dsv4ctl/dsv4ctl.sock
-    )
+    socket: str | None = None  #: admin socket; None: $XDG_RUNTIME_DIR/dsv4ctl.sock or /run/dsv4ctl/dsv4ctl.sock
     engines: list[EngineConfig]
     gateway: GatewayConfig = GatewayConfig()
     log: LogConfig = LogConfig()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import threading
+from collections import deque
 from collections.abc import AsyncIterator, Callable
 from contextlib import asynccontextmanager
 from typing import Any
@@ -13,14 +14,14 @@ from anyio.streams.memory import MemoryObjectReceiveStream, MemoryObjectSendStre
 
 Record = dict[str, Any]
 
+#: The latest records, kept for whoever asks what just happened.
+RECENT = 200
 #: Events held for one slow subscriber; above it they are dropped and counted.
 BUFFER = 1000
 
 
 class _Subscriber:
-    def __init__(
-        self, stream: MemoryObjectSendStream[Record], dropped_record: Callable[[int], Record]
-    ) -> None:
+    def __init__(self, stream: MemoryObjectSendStream[Record], dropped_record: Callable[[int], Record]) -> None:
         self._stream = stream
         self._dropped_record = dropped_record
         self._missed = 0
@@ -55,8 +56,13 @@ class Hub:
         self._dropped_record = dropped_record
         self._subscribers: tuple[_Subscriber, ...] = ()
         self._lock = threading.Lock()
+        self._recent: deque[Record] = deque(maxlen=RECENT)
+
+    def recent(self) -> list[Record]:
+        return list(self._recent)
 
     def publish(self, record: Record) -> None:
+        self._recent.append(record)
         for subscriber in self._subscribers:
             subscriber.publish(record)
 

@@ -74,6 +74,10 @@ class Telemetry:
         """Live records from now on; `log.dropped` says how many a slow subscriber missed."""
         return self._hub.subscribe()
 
+    def recent(self) -> list[Record]:
+        """The latest records, oldest first."""
+        return self._hub.recent()
+
     def close(self) -> None:
         if self._sink:
             self._sink.close(CLOSE_TIMEOUT)
@@ -82,9 +86,7 @@ class Telemetry:
         known = {name: _plain(value) for name, value in fields.items() if value is not None}
         if LEVELS[level] > LEVELS["debug"]:
             for name in PRIVATE & known.keys():
-                known[name] = (
-                    f"<{len(known[name])} withheld>" if isinstance(known[name], Sized) else "<withheld>"
-                )
+                known[name] = f"<{len(known[name])} withheld>" if isinstance(known[name], Sized) else "<withheld>"
         stamp = datetime.fromtimestamp(self._now(), UTC).isoformat(timespec="milliseconds")
         known |= {"ts": stamp.replace("+00:00", "Z"), "level": level, "event": event.value}
         first = {name: known.pop(name) for name in FIRST if name in known}

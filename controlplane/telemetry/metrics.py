@@ -43,22 +43,15 @@ class Metrics:
         self._acks = self._histogram(
             "decode_deferred_kv_release_seconds", "Abort to acknowledgement by a rank", "outcome"
         )
-        self._mismatches = self._counter(
-            "digest_mismatches", "Pools whose landed pages differ from the sealed", "pool"
-        )
+        self._mismatches = self._counter("digest_mismatches", "Pools whose landed pages differ from the sealed", "pool")
         self._restarts = self._counter("engine_restarts", "Engine restarts", "engine")
         self._dropped = self._counter("log_lines_dropped", "Log lines lost to a slow reader")
         self._rooms = self._gauge("rooms", "Rooms in flight", "state")
-        self._engine = self._gauge(
-            "engine_state", "1 for the state an engine is in", "engine", "role", "state"
-        )
-        self._pages = self._gauge(
-            "pages", "Pages of a rank by space and kind", "engine", "rank", "space", "kind"
-        )
+        self._engine = self._gauge("engine_state", "1 for the state an engine is in", "engine", "role", "state")
+        self._pages = self._gauge("pages", "Pages of a rank by space and kind", "engine", "rank", "space", "kind")
         self._tickets = self._gauge("tickets", "Live tickets of a rank", "engine", "rank")
         self._queues = {
-            queue: self._gauge(name, f"Queue {queue} of an engine", "engine")
-            for queue, name in QUEUES.items()
+            queue: self._gauge(name, f"Queue {queue} of an engine", "engine") for queue, name in QUEUES.items()
         }
         self._observers: dict[Event, Callable[[Mapping[str, Any]], None]] = {
             Event.GATEWAY_REQUEST: self._on_request,

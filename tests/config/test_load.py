@@ -13,6 +13,7 @@ from dsv4ctl.controlplane.config.load import check, load, parse
 from dsv4ctl.controlplane.config.problems import ConfigError
 from dsv4ctl.controlplane.config.schema import Config, embedded
 from dsv4ctl.controlplane.config.semantics import Facts
+from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.policies.defaults import DEFAULTS
 
 PAIR = """
@@ -46,9 +47,7 @@ def test_the_embedded_default_passes_its_own_checks() -> None:
     check(embedded(), "(embedded)", FACTS)
 
 
-@pytest.mark.parametrize(
-    "key", [key for key in DEFAULTS if key.partition(".")[0] in Config.__struct_fields__]
-)
+@pytest.mark.parametrize("key", [key for key in DEFAULTS if key.partition(".")[0] in Config.__struct_fields__])
 def test_the_schema_has_the_defaults_of_the_table(key: str) -> None:
     value: Any = embedded()
     for name in key.split("."):
@@ -185,14 +184,12 @@ def test_the_reference_engine_says_what_a_host_page_takes() -> None:
     engine = embedded().engines[0]
     bf16 = installed.host_page_bytes(engine)
     fp8 = installed.host_page_bytes(
-        msgspec.structs.replace(
-            engine, reference=msgspec.structs.replace(engine.reference, index_k_dtype="fp8")
-        )
+        msgspec.structs.replace(engine, reference=msgspec.structs.replace(engine.reference, index_k_dtype="fp8"))
     )
     assert bf16 is not None
     assert fp8 is not None
-    # Index-K pages of 64 keys in 4 layers: 256 bytes a key against 128 and a scale of 4.
-    assert bf16 - fp8 == 4 * 64 * (256 - 132)
+    # Index-K pages of 64 keys in every layer of ratio 4: 256 bytes a key against 128 and a scale of 4.
+    assert bf16 - fp8 == len(Geometry().layers_of_ratio(4)) * 64 * (256 - 132)
 
 
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
