@@ -50,15 +50,19 @@ class Geometry(msgspec.Struct, frozen=True):
 
     def mismatch(self, other: Geometry) -> str | None:
         """The first disagreement with `other` as a readable sentence with both figures, or None."""
-        for field in ("model", "page_tokens", "layers", "index_k_dtype"):
+        for field in ("model", "page_tokens", "layers"):
             ours, theirs = getattr(self, field), getattr(other, field)
             if ours != theirs:
                 return f"{field} differs: {ours!r} here, {theirs!r} on the peer"
         for mine, peer in zip(self.pools, other.pools, strict=False):
-            if mine != peer:
-                return f"pool {mine.name} differs: {mine} here, {peer} on the peer"
+            for field in PoolGeometry.__struct_fields__:
+                ours, theirs = getattr(mine, field), getattr(peer, field)
+                if ours != theirs:
+                    return f"{mine.name} {field} differs: {ours!r} here, {theirs!r} on the peer"
         if len(self.pools) != len(other.pools):
             return f"pools differ: {len(self.pools)} here, {len(other.pools)} on the peer"
+        if self.index_k_dtype != other.index_k_dtype:
+            return f"index_k_dtype differs: {self.index_k_dtype!r} here, {other.index_k_dtype!r} on the peer"
         return None
 
 
