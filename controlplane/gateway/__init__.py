@@ -1,0 +1,1 @@
+"""OpenAI and SGLang HTTP in front of the engines."""

@@ -1,0 +1,245 @@
+"""One attempt at one request: both legs at once, the first failure ends both, a client that leaves too."""
+
+from __future__ import annotations
+
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
+from contextlib import asynccontextmanager
+from functools import partial
+from typing import Any
+from urllib.parse import urlsplit
+
+import aiohttp
+import anyio
+import msgspec
+from aiohttp import web
+
+from dsv4ctl.controlplane.gateway.errors import EngineAnswerError, RequestError, message_in, of_abort
+from dsv4ctl.controlplane.gateway.events import EventCutter, EventError, error_in, is_done
+from dsv4ctl.controlplane.gateway.parsing import Parsed
+from dsv4ctl.controlplane.rooms.states import AbortSource
+from dsv4ctl.controlplane.scheduler.desk import RoomDesk
+from dsv4ctl.controlplane.scheduler.fleet import Engine
+from dsv4ctl.controlplane.scheduler.live import LiveRoom
+from dsv4ctl.controlplane.telemetry.events import Event
+from dsv4ctl.controlplane.telemetry.log import Telemetry
+
+#: Seconds that the room's own reason may come after the HTTP error it caused; far below the 0.1 s a client waits.
+REASON_GRACE = 0.03
+#: Seconds that the prefill leg may end after the decode leg did; its answer is only checked.
+PREFILL_TAIL = 5.0
+#: Of an engine's error body, what is kept.
+_MAX_ERROR_BYTES = 64 * 1024
+_PASSED_HEADERS = ("content-type",)
+
+
+class ClientGoneError(Exception):
+    """The client's connection broke while its answer was being written."""
+
+
+class LegError(Exception):
+    """One leg failed. `error` is what the client is told; `source` why the room is aborted."""
+
+    def __init__(self, error: RequestError, source: AbortSource) -> None:
+        super().__init__(error.message)
+        self.error = error
+        self.source = source
+
+
+class Exchange:
+    """Sends `parsed` to the engines of `live` and the decode engine's answer to the client of `request`."""
+
+    def __init__(
+        self,
+        request: web.Request,
+        parsed: Parsed,
+        live: LiveRoom,
+        client: aiohttp.ClientSession,
+        desk: RoomDesk,
+        telemetry: Telemetry,
+    ) -> None:
+        self._request = request
+        self._parsed = parsed
+        self._live = live
+        self._client = client
+        self._desk = desk
+        self._telemetry = telemetry
+        self._failed: RequestError | None = None
+        self.started: web.StreamResponse | None = None  #: once set, bytes went to the client
+        self.sent = 0  #: body bytes sent
+
+    async def run(self) -> web.StreamResponse:
+        """The client's answer, complete.
+
+        Raises RequestError if there is none (or, of a stream that began, no end); the room is aborted by
+        then. Cancelled (the client left): the room is aborted too.
+        """
+        response: web.StreamResponse | None = None
+        try:
+            async with anyio.create_task_group() as tasks:
+
+                def fail(error: RequestError) -> None:
+                    self._failed = self._failed or error
+                    tasks.cancel_scope.cancel()
+
+                tasks.start_soon(self._watch_room, fail)
+                prefill, decode = self._live.pair
+                prefill_over, decode_over = anyio.Event(), anyio.Event()
+                if prefill is None:
+                    prefill_over.set()
+                else:
+                    tasks.start_soon(self._leg, prefill, partial(self._prefill, prefill), fail, prefill_over)
+                decoded: list[web.StreamResponse] = []
+                tasks.start_soon(self._leg, decode, partial(self._decode, decode, decoded), fail, decode_over)
+                await decode_over.wait()
+                with anyio.move_on_after(PREFILL_TAIL):
+                    await prefill_over.wait()
+                response = decoded[0]
+                tasks.cancel_scope.cancel()
+        except anyio.get_cancelled_exc_class():
+            self._desk.abort(self._live, AbortSource.CLIENT, "the client left")
+            self._telemetry.emit(Event.GATEWAY_CLIENT_GONE, **self._live.fields(), bytes=self.sent)
+            raise
+        if response is None:
+            raise self._failed or RequestError(500, "internal", "the request ended without an answer")
+        return response
+
+    async def _watch_room(self, fail: Callable[[RequestError], None]) -> None:
+        """An abort from anywhere ends the exchange with its reason."""
+        await self._live.aborting.wait()
+        error = self._live.aborted()
+        if error is not None:
+            fail(of_abort(error))
+
+    async def _leg(
+        self,
+        engine: Engine,
+        body: Callable[[], Awaitable[None]],
+        fail: Callable[[RequestError], None],
+        over: anyio.Event,
+    ) -> None:
+        """Runs one leg; its failure aborts the room, which both engines are told, and ends the other leg."""
+        try:
+            await body()
+        except ClientGoneError:
+            self._desk.abort(self._live, AbortSource.CLIENT, "the client left")
+            fail(RequestError(499, "client", "the client left"))
+            return
+        except LegError as failed:
+            error, source = failed.error, failed.source
+        except (aiohttp.ClientError, EventError, TimeoutError, OSError) as broken:
+            text = f"{_called(engine)}: {_said(broken)}"
+            error, source = RequestError(502, "engine_fault", text), AbortSource.ENGINE_FAULT
+        else:
+            over.set()
+            return
+        if source is AbortSource.ENGINE_FAULT:
+            with anyio.move_on_after(REASON_GRACE):
+                await self._live.aborting.wait()
+        self._telemetry.emit(
+            Event.GATEWAY_LEG_FAILED, "warning", **self._live.fields(),
+            engine=engine.name, leg=engine.role, status=error.status, reason=error.message,
+        )  # fmt: skip
+        aborted = self._live.aborted()
+        self._desk.abort(self._live, source, error.message)
+        fail(error if aborted is None else of_abort(aborted))
+
+    async def _prefill(self, engine: Engine) -> None:
+        """Only checked: its text is the decode engine's to say."""
+        async with self._post(engine) as answer:
+            cutter = EventCutter()
+            async for data in answer.content.iter_any():
+                for event in cutter.feed(data) if _streams(answer) else ():
+                    if (payload := error_in(event)) is not None:
+                        raise _engine_fault(engine, 502, payload)
+
+    async def _decode(self, engine: Engine, decoded: list[web.StreamResponse]) -> None:
+        async with self._post(engine) as answer:
+            headers = {name: answer.headers[name] for name in _PASSED_HEADERS if name in answer.headers}
+            headers |= self.headers()
+            if _streams(answer):
+                decoded.append(await self._relay(answer, headers, engine))
+                return
+            body = await answer.read()
+            self.sent += len(body)
+            decoded.append(web.Response(body=body, headers=headers))
+
+    async def _relay(
+        self, answer: aiohttp.ClientResponse, headers: Mapping[str, str], engine: Engine
+    ) -> web.StreamResponse:
+        """Passes events on as they come. A stream that ends without `[DONE]` has failed."""
+        response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
+        cutter = EventCutter()
+        async for data in answer.content.iter_any():
+            for event in cutter.feed(data):
+                payload = error_in(event)
+                if payload is not None:
+                    raise _engine_fault(engine, 502, payload)
+                await self._pass_on(response, event)
+                if is_done(event):
+                    return response
+        raise aiohttp.ClientPayloadError("its stream ended before its end was announced")
+
+    async def _pass_on(self, response: web.StreamResponse, event: bytes) -> None:
+        try:
+            if self.started is None:
+                await response.prepare(self._request)
+                self.started = response
+            await response.write(event)
+        except ConnectionResetError as error:
+            raise ClientGoneError from error
+        self.sent += len(event)
+
+    @asynccontextmanager
+    async def _post(self, engine: Engine) -> AsyncIterator[aiohttp.ClientResponse]:
+        """The engine's answer with status 200. Raises LegError for any other."""
+        url = engine.url
+        if url is None:
+            text = f"{_called(engine)} has ended"
+            raise LegError(RequestError(502, "engine_fault", text), AbortSource.ENGINE_FAULT)
+        headers = {
+            "content-type": "application/json",
+            "x-request-id": self._parsed.request_id,
+            "x-dsv4ctl-generation": str(self._live.key.generation),
+        }
+        body = msgspec.json.encode({**self._parsed.body, **bootstrap(self._live)})
+        async with self._client.post(url + self._request.path, data=body, headers=headers) as answer:
+            if answer.status != 200:
+                raw = await answer.content.read(_MAX_ERROR_BYTES)
+                raise _engine_fault(engine, answer.status, raw)
+            yield answer
+
+    def headers(self) -> dict[str, str]:
+        return {"x-request-id": self._parsed.request_id, "x-dsv4ctl-room": str(self._live.key)}
+
+
+def bootstrap(live: LiveRoom) -> dict[str, Any]:
+    """The fields by which the engines of a room find each other, as SGLang names them."""
+    prefill = live.pair.prefill
+    if prefill is None or prefill.url is None:
+        return {"bootstrap_room": live.key.room}
+    return {
+        "bootstrap_host": urlsplit(prefill.url).hostname,
+        "bootstrap_port": prefill.bootstrap_port,
+        "bootstrap_room": live.key.room,
+    }
+
+
+def _engine_fault(engine: Engine, status: int, raw: bytes) -> LegError:
+    """A 4xx is the request's fault and passed on as it came; anything else is the engine's."""
+    message = f"{_called(engine)} answered {status}: {message_in(raw)}"
+    if 400 <= status < 500:
+        return LegError(EngineAnswerError(status, message, raw), AbortSource.CLIENT)
+    status = status if status >= 500 else 502
+    return LegError(RequestError(status, "engine_fault", message), AbortSource.ENGINE_FAULT)
+
+
+def _called(engine: Engine) -> str:
+    return f"{engine.role.value} engine {engine.name}"
+
+
+def _streams(answer: aiohttp.ClientResponse) -> bool:
+    return answer.headers.get("content-type", "").startswith("text/event-stream")
+
+
+def _said(error: BaseException) -> str:
+    return f"{type(error).__name__}: {error}" if str(error) else type(error).__name__

@@ -1,0 +1,97 @@
+"""A request's body and headers as the gateway understands them: pure, and only what it needs."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+import msgspec
+
+from dsv4ctl.controlplane.gateway.errors import RequestError
+
+#: Fields that only the gateway may set.
+_RESERVED = "bootstrap_"
+_REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+
+
+class Parsed(NamedTuple):
+    body: dict[str, Any]
+    stream: bool
+    tokens: int  #: an estimate of the prompt's length
+    request_id: str
+    session: str | None
+
+
+def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id: str) -> Parsed:
+    """The request, or RequestError (400) naming the field that is wrong.
+
+    `model` is the only one served; `new_id` is the request's id if the client gave none.
+    """
+    try:
+        body = msgspec.json.decode(raw)
+    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+        raise RequestError(400, "invalid_json", f"the body is not JSON: {error}") from error
+    if not isinstance(body, dict):
+        raise RequestError(400, "invalid_json", f"the body is a JSON {_kind(body)}, an object is expected")
+    for name in body:
+        if name.startswith(_RESERVED):
+            raise RequestError(400, "reserved_field", f"{name} is set by the gateway alone", param=name)
+    asked = body.get("model", model)
+    if asked != model and path != "/generate":
+        raise RequestError(400, "model_not_found", f"no model {asked!r}; served is {model!r}", param="model")
+    stream = body.get("stream", False)
+    if not isinstance(stream, bool | None):
+        raise RequestError(400, "invalid_type", "stream is true or false", param="stream")
+    return Parsed(
+        body=body,
+        stream=bool(stream),
+        tokens=_tokens(path, body),
+        request_id=_request_id(body, headers, new_id),
+        session=headers.get("x-session-id"),
+    )
+
+
+def _tokens(path: str, body: dict[str, Any]) -> int:
+    """Prompt tokens, at most: of text, its bytes (the engines count exactly, and refuse what is too long)."""
+    if path == "/v1/chat/completions":
+        messages = body.get("messages")
+        if not isinstance(messages, list) or not messages:
+            raise RequestError(400, "invalid_type", "messages is a list with at least one", param="messages")
+        return sum(len(msgspec.json.encode(message)) for message in messages)
+    if path == "/v1/completions":
+        return _prompt_tokens("prompt", body.get("prompt"))
+    if body.get("input_ids") is not None:
+        return _prompt_tokens("input_ids", body["input_ids"])
+    return _prompt_tokens("text", body.get("text"))
+
+
+def _prompt_tokens(name: str, prompt: Any) -> int:
+    """One prompt: a string, a list of token ids, or a list of one of these."""
+    if isinstance(prompt, list) and len(prompt) == 1 and isinstance(prompt[0], str | list):
+        prompt = prompt[0]
+    if isinstance(prompt, str):
+        return len(prompt.encode("utf-8", "surrogatepass"))
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+        return len(prompt)
+    if isinstance(prompt, list):
+        raise RequestError(400, "one_prompt", f"{name} holds {len(prompt)} prompts, one is expected", param=name)
+    expected = "a list of token ids" if name == "input_ids" else "a string or a list of token ids"
+    raise RequestError(400, "invalid_type", f"{name} is {expected}, found {_kind(prompt)}", param=name)
+
+
+def _request_id(body: dict[str, Any], headers: Mapping[str, str], new_id: str) -> str:
+    """The header's, or SGLang's `rid`, or a new one."""
+    given = headers.get("x-request-id", body.get("rid"))
+    if given is None:
+        return new_id
+    if not isinstance(given, str) or not _REQUEST_ID.fullmatch(given):
+        raise RequestError(
+            400, "invalid_request_id", "a request id is 1 to 128 printable ASCII characters", param="rid"
+        )
+    return given
+
+
+def _kind(value: Any) -> str:
+    names = {type(None): "null", bool: "boolean", int: "number", float: "number", str: "string", list: "array"}
+    return names.get(type(value), "object")

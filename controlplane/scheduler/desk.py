@@ -1,0 +1,449 @@
+"""The room desk: opens rooms, feeds their machines, carries out their effects, keeps their deadlines."""
+
+from __future__ import annotations
+
+import secrets
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import anyio
+import msgspec
+
+from dsv4ctl.controlplane.config.schema import Config
+from dsv4ctl.controlplane.link.codec import FrameError
+from dsv4ctl.controlplane.link.server import LinkLostError
+from dsv4ctl.controlplane.link.wire import (
+    Abort,
+    AbortAck,
+    Fenced,
+    OpenRoom,
+    Progress,
+    Quarantined,
+    Received,
+    Role,
+    RoomReport,
+    ToControlPlane,
+)
+from dsv4ctl.controlplane.rooms.room import (
+    Effect,
+    Ended,
+    Entered,
+    Fence,
+    ParticipantInfo,
+    Room,
+    SendAbort,
+    StaleReport,
+)
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey, RoomState
+from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
+from dsv4ctl.controlplane.scheduler.fleet import Engine, Fleet, Pair, Rank, Sample
+from dsv4ctl.controlplane.scheduler.live import LiveRoom
+from dsv4ctl.controlplane.telemetry.events import Event
+from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
+from dsv4ctl.policies import registry
+from dsv4ctl.policies.admission import InFlight
+from dsv4ctl.policies.routing import Pair as Candidate
+
+#: Ended rooms kept for `rooms ID`.
+ENDED_KEPT = 1024
+#: Lives of ended rooms that the mean life is taken over.
+LIVES_KEPT = 64
+
+
+class NotServingError(RuntimeError):
+    """No engine can take the request; `draining` tells why from why."""
+
+    def __init__(self, reason: str, draining: bool) -> None:
+        super().__init__(reason)
+        self.draining = draining
+
+
+class OverAdmissionError(RuntimeError):
+    """`retry_after`: whole seconds, or None if a room this large is never admitted."""
+
+    def __init__(self, reason: str, retry_after: int | None) -> None:
+        super().__init__(reason)
+        self.retry_after = retry_after
+
+
+class RoomRequest(NamedTuple):
+    """What the desk needs to know of a request. `tokens` is an estimate of the prompt's length."""
+
+    request_id: str
+    session: str | None
+    tokens: int
+
+
+@dataclass
+class _Timer:
+    """When the deadline loop looks next, and how to make it look earlier."""
+
+    at: float
+    wake: anyio.Event
+
+
+class RoomDesk:
+    """All rooms of this control plane. `fence(incarnation, reason)` asks for a kill; it returns at once."""
+
+    def __init__(
+        self,
+        config: Config,
+        fleet: Fleet,
+        telemetry: Telemetry,
+        fence: Callable[[str, str], None],
+        number: Callable[[], int] = lambda: secrets.randbits(63),
+    ) -> None:
+        self._fleet = fleet
+        self._telemetry = telemetry
+        self._fence = fence
+        self._number = number
+        self._integrity = config.policies.integrity
+        self._deadlines: dict[str, float] = msgspec.structs.asdict(config.deadlines)
+        self._routing = registry.load("routing", config.policies.routing)()
+        self._admission = registry.load("admission", config.policies.admission)(
+            max_rooms=config.limits.max_rooms, max_bytes=config.limits.max_bytes
+        )
+        self._live: dict[RoomKey, LiveRoom] = {}
+        self._answering: set[LiveRoom] = set()
+        self._ended: deque[LiveRoom] = deque(maxlen=ENDED_KEPT)
+        self._lives: deque[float] = deque(maxlen=LIVES_KEPT)
+        self._counts: Counter[str] = Counter()
+        self._timer = _Timer(float("inf"), anyio.Event())
+        self.refusing: str | None = None  #: why no new room is opened at all
+
+    # ---- opening ----------------------------------------------------------------------------------
+
+    async def open(self, request: RoomRequest) -> LiveRoom:
+        """A room that every rank of the chosen engines knows. Its `allocated` deadline bounds the wait.
+
+        Raises NotServingError, OverAdmissionError, RoomAbortedError. Cancelled: the room is aborted.
+        """
+        pair = self._choose()
+        amount = 0
+        geometry = pair.decode.geometry
+        if pair.prefill is not None and geometry is not None:
+            amount = transfer_bytes(geometry, request.tokens)
+        self._admit(amount)
+        live = self._begin(request, pair, amount)
+        try:
+            await live.settled.wait()
+        except anyio.get_cancelled_exc_class():
+            self.abort(live, AbortSource.CLIENT, "the client left before the room was open")
+            raise
+        live.raise_if_aborted()
+        return live
+
+    def _choose(self) -> Pair:
+        if self.refusing is not None:
+            raise NotServingError(self.refusing, draining=True)
+        pairs: dict[tuple[str, str], Pair] = {}
+        for engine in self._fleet.ready(Role.SINGLE):
+            pairs[engine.name, ""] = Pair(None, engine)
+        for prefill in self._fleet.ready(Role.PREFILL):
+            for decode in self._fleet.ready(Role.DECODE):
+                pairs[prefill.name, decode.name] = Pair(prefill, decode)
+        if not pairs:
+            raise NotServingError(self._fleet.why_not(), draining=self._fleet.draining)
+        amounts: Counter[tuple[str, str]] = Counter()
+        rooms: Counter[tuple[str, str]] = Counter()
+        for live in self._live.values():
+            amounts[_names(live.pair)] += live.bytes
+            rooms[_names(live.pair)] += 1
+        chosen = self._routing.choose(
+            [Candidate(first, second or None, amounts[first, second], rooms[first, second])
+             for first, second in pairs]
+        )  # fmt: skip
+        return pairs[chosen.key]
+
+    def _admit(self, amount: int) -> None:
+        lives = self._lives
+        in_flight = InFlight(
+            rooms=len(self._live),
+            bytes=sum(live.bytes for live in self._live.values()),
+            room_seconds=sum(lives) / len(lives) if lives else 0.0,
+        )
+        refused = self._admission.decide(in_flight, amount)
+        if refused is not None:
+            self._telemetry.emit(Event.ROOM_REFUSED, "warning", reason=refused.reason)
+            raise OverAdmissionError(refused.reason, refused.retry_after)
+
+    def _begin(self, request: RoomRequest, pair: Pair, amount: int) -> LiveRoom:
+        key = RoomKey(self._number(), 1)
+        participants = {
+            rank.incarnation: ParticipantInfo(engine.name, rank.number, engine.role.value)
+            for engine in pair.engines
+            for rank in engine.ranks.values()
+        }
+        room = Room(key, request.request_id, request.session, participants, self._deadlines, anyio.current_time())
+        live = LiveRoom(room, pair, amount)
+        self._live[key] = live
+        self._telemetry.emit(
+            Event.ROOM_OPENED, **live.fields(), engines=[engine.name for engine in pair.engines], bytes=amount
+        )
+        for engine in pair.engines:
+            peer = next((other for other in pair.engines if other is not engine), None)
+            self._open_on(engine, peer, live)
+        self._keep_time(live)
+        return live
+
+    def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom) -> None:
+        frame = OpenRoom(
+            key=live.key,
+            request_id=live.room.request_id,
+            session=live.room.session,
+            peer_engine=peer.name if peer else None,
+            peers=tuple(peer.ranks) if peer else (),
+            deadlines=self._deadlines,
+            integrity=self._integrity,
+        )
+        for rank in engine.ranks.values():
+            try:
+                if rank.link is None:
+                    raise LinkLostError("it has no link")
+                rank.link.send(frame)
+            except LinkLostError as error:
+                reason = f"{engine.name} rank {rank.number}: {error}"
+                self.abort(live, AbortSource.ENGINE_FAULT, reason)
+
+    # ---- what ranks say ---------------------------------------------------------------------------
+
+    def received(self, rank: Rank, frame: ToControlPlane) -> None:
+        """One frame of a rank. Raises FrameError if it makes no sense from that rank."""
+        now = anyio.current_time()
+        match frame:
+            case Progress():
+                rank.history.append(Sample(now, frame))
+            case RoomReport():
+                self._reported(rank, frame, now)
+            case AbortAck():
+                self._acked(rank, frame, now)
+            case Received():
+                try:
+                    rank.aborts.received(frame.seq)
+                except ValueError as error:
+                    raise FrameError(str(error)) from error
+                self._telemetry.emit(Event.ABORT_RECEIVED, "debug", **rank.fields(), seq=frame.seq)
+            case Quarantined():
+                self._telemetry.emit(
+                    Event.ROOM_QUARANTINED, "error", **self._fields(frame.key), **rank.fields(),
+                    peer=frame.peer, pages=frame.pages,
+                )  # fmt: skip
+            case _:
+                raise FrameError(f"{type(frame).__name__} is not a frame for a connected rank")
+
+    def _reported(self, rank: Rank, frame: RoomReport, now: float) -> None:
+        live = self._live.get(frame.key)
+        if live is None:
+            level: Level = "debug" if frame.state.terminal else "warning"
+            self._telemetry.emit(
+                Event.ROOM_LATE_REPORT, level, room=frame.key, state=frame.state,
+                **rank.fields(),
+            )  # fmt: skip
+            return
+        pools = frame.detail.get("digest_mismatches")
+        if pools:
+            self._telemetry.emit(
+                Event.DIGEST_MISMATCH, "error", **live.fields(), pools=pools,
+                **rank.fields(),
+            )  # fmt: skip
+        try:
+            effects = live.room.report(rank.incarnation, frame.state, frame.detail, now)
+        except ValueError as error:  # StaleReport is one; an unknown abort source another
+            self._telemetry.emit(
+                Event.ROOM_INVALID_REPORT, "error", **live.fields(), reason=str(error),
+                **rank.fields(),
+            )  # fmt: skip
+            return
+        self._apply(live, effects)
+        if live.room.allocated:
+            live.settled.set()
+
+    def _acked(self, rank: Rank, frame: AbortAck, now: float) -> None:
+        live = self._live.get(frame.key)
+        seconds = None if live is None or live.aborting_at is None else round(now - live.aborting_at, 4)
+        self._telemetry.emit(
+            Event.ABORT_ACKED, "debug", **self._fields(frame.key), outcome=frame.outcome, seconds=seconds,
+            **rank.fields(),
+        )  # fmt: skip
+        if live is None:
+            return
+        try:
+            self._apply(live, live.room.ack(rank.incarnation, frame.outcome, now))
+        except StaleReport as error:
+            raise FrameError(str(error)) from error
+
+    # ---- engines that fail ------------------------------------------------------------------------
+
+    def lost(self, incarnations: Iterable[str], reason: str) -> None:
+        """These ranks will not answer any more: their rooms are aborted at once, before anything is reaped."""
+        names = set(incarnations)
+        for live in list(self._live.values()):
+            if names & live.room.participants.keys():
+                self.abort(live, AbortSource.ENGINE_FAULT, reason)
+
+    def gone(self, incarnation: str) -> None:
+        """The process of `incarnation` is killed and reaped: every other rank and every room of it learns so."""
+        for _, rank in self._fleet.ranks():
+            if rank.link is not None and rank.incarnation != incarnation:
+                try:
+                    rank.link.send(Fenced(incarnation))
+                except LinkLostError:
+                    continue  # it learns nothing any more: it will be fenced itself
+        for live in list(self._live.values()):
+            if incarnation in live.room.participants:
+                self._apply(live, live.room.fenced(incarnation, anyio.current_time()))
+
+    # ---- aborts -----------------------------------------------------------------------------------
+
+    def abort(self, live: LiveRoom, source: AbortSource, reason: str) -> None:
+        """Idempotent; an ended room is left as it is."""
+        self._apply(live, live.room.abort(source, reason, anyio.current_time()))
+
+    def abort_where(self, wanted: Callable[[LiveRoom], bool], source: AbortSource, reason: str) -> list[LiveRoom]:
+        """Aborts every live room that is `wanted` and not aborting yet, and returns those."""
+        chosen = [live for live in self._live.values() if wanted(live) and not live.aborting.is_set()]
+        for live in chosen:
+            self.abort(live, source, reason)
+        return chosen
+
+    def _send_abort(self, live: LiveRoom, effect: SendAbort) -> None:
+        rank = self._fleet.rank(effect.incarnation)
+        if rank is None:
+            return  # fenced already: `gone` told the room, or is about to
+        entry = rank.aborts.append(effect.key, effect.source, effect.reason)
+        due = rank.aborts.due(anyio.current_time())
+        self._send_entries(rank, due or [entry], resent=False)
+
+    def _send_entries(self, rank: Rank, entries: Iterable[Any], resent: bool) -> None:
+        for entry in entries:
+            try:
+                if rank.link is None:
+                    return  # not connected: its process is starting or being fenced
+                rank.link.send(Abort(entry.seq, entry.key, entry.source, entry.reason))
+            except LinkLostError:
+                return  # the supervisor was told, and fences it
+            self._telemetry.emit(
+                Event.ABORT_SENT, "debug", **self._fields(entry.key), seq=entry.seq, resent=resent,
+                **rank.fields(),
+            )  # fmt: skip
+
+    # ---- effects ----------------------------------------------------------------------------------
+
+    def _apply(self, live: LiveRoom, effects: list[Effect]) -> None:
+        for effect in effects:
+            match effect:
+                case SendAbort():
+                    self._send_abort(live, effect)
+                case Fence():
+                    self._fence(effect.incarnation, f"room {effect.key}: {effect.reason}")
+                case Entered():
+                    self._entered(live, effect.state)
+                case Ended():
+                    self._end(live)
+        self._keep_time(live)
+
+    def _entered(self, live: LiveRoom, state: RoomState) -> None:
+        self._telemetry.emit(Event.ROOM_STATE, "debug", **live.fields(), state=state)
+        if state is RoomState.ABORTING:
+            live.aborting_at = anyio.current_time()
+            live.aborting.set()
+            live.settled.set()
+            self._telemetry.emit(
+                Event.ROOM_ABORTING, "warning", **live.fields(), source=live.room.source, reason=live.room.reason
+            )
+
+    def _end(self, live: LiveRoom) -> None:
+        del self._live[live.key]
+        self._ended.append(live)
+        room = live.room
+        seconds = room.history[-1][1] - room.opened_at
+        self._lives.append(seconds)
+        self._counts[room.state.value] += 1
+        closed = room.state is RoomState.CLOSED
+        self._telemetry.emit(
+            Event.ROOM_CLOSED if closed else Event.ROOM_ABORTED,
+            "info" if closed else "warning",
+            **live.fields(),
+            source=room.source,
+            reason=room.reason,
+            seconds=round(seconds, 4),
+            bytes_by_pool=room.details.get("bytes_by_pool", {}),
+        )
+        live.settled.set()
+        live.ended.set()
+
+    # ---- time -------------------------------------------------------------------------------------
+
+    def _keep_time(self, live: LiveRoom) -> None:
+        """Makes the deadline loop look in time for this room."""
+        due = live.room.next_deadline()
+        if due is not None and due < self._timer.at:
+            self._timer.at = due
+            self._timer.wake.set()
+
+    async def keep_deadlines(self, beat: Callable[[], None]) -> None:
+        """The one task behind every room deadline and every re-sent abort. Runs until cancelled."""
+        while True:
+            beat()
+            now = anyio.current_time()
+            for live in list(self._live.values()):
+                self._apply(live, live.room.tick(now))
+            for _, rank in list(self._fleet.ranks()):
+                self._send_entries(rank, rank.aborts.due(now), resent=True)
+            self._timer = _Timer(min(self._dues(), default=float("inf")), anyio.Event())
+            with anyio.move_on_at(self._timer.at):
+                await self._timer.wake.wait()
+
+    def _dues(self) -> list[float]:
+        dues = [live.room.next_deadline() for live in self._live.values()]
+        dues += [rank.aborts.next_due() for _, rank in self._fleet.ranks()]
+        return [due for due in dues if due is not None]
+
+    # ---- looking ----------------------------------------------------------------------------------
+
+    def rooms_of(self, engines: Iterable[str]) -> list[LiveRoom]:
+        """Live rooms of these engines, and ended ones whose answer is still on its way to the client."""
+        names = set(engines)
+        return [live for live in {*self._live.values(), *self._answering} if names & live.engines()]
+
+    @contextmanager
+    def answering(self, live: LiveRoom) -> Iterator[None]:
+        """While a client is being answered from this room, its engines are not done with it."""
+        self._answering.add(live)
+        try:
+            yield
+        finally:
+            self._answering.discard(live)
+            live.answered.set()
+
+    async def until_empty(self, engines: Callable[[], Iterable[str]]) -> None:
+        """Returns once no room of `engines()` is left. The caller sets the deadline."""
+        while rooms := self.rooms_of(engines()):
+            waited = rooms[0]
+            await (waited.answered if waited.ended.is_set() else waited.ended).wait()
+
+    def find(self, room: int) -> list[LiveRoom]:
+        """Live and remembered generations of a room number."""
+        return [live for live in [*self._live.values(), *self._ended] if live.key.room == room]
+
+    @property
+    def live(self) -> Mapping[RoomKey, LiveRoom]:
+        return self._live
+
+    def counts(self) -> dict[str, int]:
+        """Rooms by state; `closed` and `aborted` since start."""
+        counts = Counter({state.value: self._counts[state.value] for state in RoomState if state.terminal})
+        counts.update(live.room.state.value for live in self._live.values())
+        return dict(counts)
+
+    def _fields(self, key: RoomKey) -> dict[str, Any]:
+        live = self._live.get(key)
+        return {"room": key} if live is None else live.fields()
+
+
+def _names(pair: Pair) -> tuple[str, str]:
+    """As the routing policy names a pair: a single engine stands first, alone."""
+    return (pair.decode.name, "") if pair.prefill is None else (pair.prefill.name, pair.decode.name)

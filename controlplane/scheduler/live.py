@@ -1,0 +1,89 @@
+"""One room with everything that waits for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+import anyio
+
+from dsv4ctl.controlplane.rooms.room import Room
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
+from dsv4ctl.controlplane.scheduler.fleet import Pair
+
+
+class RoomAbortedError(RuntimeError):
+    """The room was aborted; `source` and `reason` say by whom and why."""
+
+    def __init__(self, key: RoomKey, source: AbortSource, reason: str) -> None:
+        super().__init__(reason)
+        self.key = key
+        self.source = source
+        self.reason = reason
+
+
+@dataclass(eq=False)
+class LiveRoom:
+    """A room from open to ended. `settled`: allocated on every rank, or aborting."""
+
+    room: Room
+    pair: Pair
+    bytes: int
+    settled: anyio.Event = field(default_factory=anyio.Event)
+    aborting: anyio.Event = field(default_factory=anyio.Event)
+    ended: anyio.Event = field(default_factory=anyio.Event)
+    answered: anyio.Event = field(default_factory=anyio.Event)  #: its client has the whole answer, or an error
+    aborting_at: float | None = None
+
+    @property
+    def key(self) -> RoomKey:
+        return self.room.key
+
+    def aborted(self) -> RoomAbortedError | None:
+        """The abort, once there is one."""
+        if self.room.source is None:
+            return None
+        return RoomAbortedError(self.key, self.room.source, self.room.reason or "no reason was given")
+
+    def raise_if_aborted(self) -> None:
+        error = self.aborted()
+        if error is not None:
+            raise error
+
+    def engines(self) -> set[str]:
+        return {engine.name for engine in self.pair.engines}
+
+    def fields(self) -> dict[str, Any]:
+        """What every event about the room carries."""
+        return {"room": self.key, "request_id": self.room.request_id, "session": self.room.session}
+
+    def describe(self, now: float, full: bool) -> dict[str, Any]:
+        """The room for the admin API; `full` adds its history."""
+        room = self.room
+        ended = room.history[-1][1] if self.ended.is_set() else now
+        entered = [*room.history[1:], (room.state, ended)]
+        described: dict[str, Any] = {
+            "key": str(room.key),
+            "room": room.key.room,
+            "generation": room.key.generation,
+            "state": room.state.value,
+            "request_id": room.request_id,
+            "session": room.session,
+            "engines": [engine.name for engine in self.pair.engines],
+            "incarnations": list(room.participants),
+            "source": room.source.value if room.source else None,
+            "reason": room.reason,
+            "age_s": round(ended - room.opened_at, 4),
+            "bytes_estimated": self.bytes,
+            "timings": {
+                state.value: round(until - since, 4)
+                for (state, since), (_, until) in zip(room.history, entered, strict=True)
+                if not state.terminal
+            },
+            "detail": dict(room.details),
+        }
+        if full:
+            described["history"] = [
+                {"state": state.value, "at_s": round(at - room.opened_at, 4)} for state, at in room.history
+            ]
+        return described

@@ -1,0 +1,1 @@
+"""Owns engines, links, gateway, admin and watchdogs."""

@@ -1,0 +1,270 @@
+"""One engine through its lives: start, readiness, end, fence, restart."""
+
+from __future__ import annotations
+
+import signal
+import uuid
+from collections.abc import Callable, Iterable
+from functools import partial
+from typing import Any, Protocol
+
+import anyio
+from anyio.abc import TaskGroup
+
+from dsv4ctl.controlplane.config.schema import Config
+from dsv4ctl.controlplane.scheduler.desk import RoomDesk
+from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Rank
+from dsv4ctl.controlplane.supervisor.changes import Changes
+from dsv4ctl.controlplane.supervisor.lines import fields_of
+from dsv4ctl.controlplane.telemetry.events import Event
+from dsv4ctl.controlplane.telemetry.log import LEVELS, Level, Telemetry
+from dsv4ctl.policies.restart import GiveUp, Restart
+
+#: Seconds that an engine asked to end (SIGTERM) has before it is killed. It holds no room by then.
+STOP_GRACE = 3.0
+#: Seconds for the last lines of a process that is gone; a grandchild may hold its pipes for ever.
+LAST_LINES = 1.0
+
+
+class LaunchError(RuntimeError):
+    """A rank cannot be started at all; the message says why."""
+
+
+class Running(Protocol):
+    """A started rank (`process.RankProcess`)."""
+
+    argv: tuple[str, ...]
+    pid: int
+    relayed: anyio.Event
+
+    async def reaped(self) -> int: ...
+    def terminate(self) -> None: ...
+    def kill(self) -> None: ...
+    async def relay(self, line: Callable[[str, str], None]) -> None: ...
+    async def close(self) -> None: ...
+
+
+class Launcher(Protocol):
+    async def __call__(self, engine: Engine, rank: Rank) -> Running:
+        """Starts this rank. Raises LaunchError or OSError."""
+        ...
+
+
+class EngineRunner:
+    """Runs one engine until cancelled. `stop` and `start_again` change what is wanted; `fail` ends a life."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        config: Config,
+        launcher: Launcher,
+        restart: Restart,
+        desk: RoomDesk,
+        telemetry: Telemetry,
+        changes: Changes,
+    ) -> None:
+        self.engine = engine
+        self._deadlines = config.deadlines
+        self._launcher = launcher
+        self._restart = restart
+        self._desk = desk
+        self._telemetry = telemetry
+        self._changes = changes
+        self._wanted = True
+        self._failures: list[float] = []
+        self._over = anyio.Event()  #: this life is to end
+        self._cause: str | None = None  #: of a life that failed
+        self._ended_itself = False
+        self._last_words = ""
+
+    # ---- what others ask for ----------------------------------------------------------------------
+
+    def fail(self, cause: str) -> None:
+        """This life is over: its rooms are aborted at once, its processes killed, reaped and perhaps restarted."""
+        if self._over.is_set() or not self.engine.ranks:
+            return
+        self._cause = cause
+        self.engine.cause = cause
+        if self.engine.state is EngineState.READY:
+            self._enter(EngineState.RESTARTING)
+        self._over.set()
+        self._desk.lost(self.engine.ranks, f"{self.engine.name}: {cause}")
+        self._changes.notify()
+
+    def drain(self) -> None:
+        """Takes no new room; what it has goes on."""
+        if self.engine.ranks:
+            self._enter(EngineState.DRAINING)
+
+    def stop(self) -> None:
+        """It is not wanted any more. Its rooms are the caller's business."""
+        self._wanted = False
+        self._over.set()
+        self._enter(self.engine.state if self.engine.ranks else EngineState.DRAINED)
+
+    def start_again(self) -> None:
+        """Wanted (again): readmits a draining engine, starts a drained or failed one."""
+        self._wanted = True
+        self._failures.clear()
+        if self.engine.state is EngineState.DRAINING:
+            ready = all(rank.ready for rank in self.engine.ranks.values())
+            self._enter(EngineState.READY if ready else EngineState.STARTING)
+        self._changes.notify()
+
+    def _enter(self, state: EngineState) -> None:
+        self.engine.state = state
+        self._changes.notify()
+
+    # ---- lives ------------------------------------------------------------------------------------
+
+    async def run(self, beat: Callable[[], None]) -> None:
+        while True:
+            beat()
+            await self._changes.until(lambda: self._wanted)
+            await self._life()
+            if self._wanted and self.engine.state is not EngineState.DRAINING:
+                if self._cause is not None:
+                    await self._before_next_life()
+                continue
+            self._wanted = False
+            self.engine.cause = None
+            self._enter(EngineState.DRAINED)
+
+    async def _before_next_life(self) -> None:
+        now = anyio.current_time()
+        self._failures.append(now)
+        decision = self._restart.decide(self._failures, now)
+        name = self.engine.name
+        if isinstance(decision, GiveUp):
+            self.engine.cause = f"{decision.reason}; the last time: {self._cause}"
+            self._wanted = False
+            self._enter(EngineState.FAILED)
+            self._telemetry.emit(Event.ENGINE_GAVE_UP, "error", engine=name, cause=self.engine.cause)
+            return
+        self._enter(EngineState.RESTARTING)
+        self.engine.restarts += 1
+        self._telemetry.emit(
+            Event.ENGINE_RESTARTING, "warning", engine=name, cause=self._cause, delay_s=decision.seconds
+        )
+        with anyio.move_on_after(decision.seconds):
+            await self._changes.until(lambda: not self._wanted)
+        if not self._wanted:
+            self._enter(EngineState.DRAINED)
+
+    async def _life(self) -> None:
+        """From fresh incarnations to the last process reaped."""
+        self._over, self._cause = anyio.Event(), None
+        self._ended_itself, self._last_words = False, ""
+        engine = self.engine
+        ranks = [Rank(engine.name, number, uuid.uuid4().hex) for number in range(engine.config.ranks)]
+        engine.ranks = {rank.incarnation: rank for rank in ranks}
+        self._enter(EngineState.STARTING)
+        processes: dict[str, Running] = {}
+        async with anyio.create_task_group() as tasks:
+            try:
+                for rank in ranks:
+                    processes[rank.incarnation] = await self._start(rank, tasks)
+                await self._until_over(ranks)
+                if self._cause is None:
+                    await self._ask_to_stop(processes.values())
+            except (OSError, LaunchError) as error:
+                self.fail(str(error))
+            finally:
+                with anyio.CancelScope(shield=True):
+                    await self._fence(processes)
+                tasks.cancel_scope.cancel()
+        if self._ended_itself and self._last_words:
+            self._cause = self.engine.cause = f"{self._cause}: {self._last_words}"
+
+    async def _start(self, rank: Rank, tasks: TaskGroup) -> Running:
+        self._telemetry.emit(Event.ENGINE_STARTING, **rank.fields())
+        process = await self._launcher(self.engine, rank)
+        rank.pid = process.pid
+        rank.started_at = anyio.current_time()
+        self._telemetry.emit(Event.ENGINE_STARTED, **rank.fields(), pid=process.pid, argv=list(process.argv))
+        tasks.start_soon(process.relay, partial(self._line, rank))
+        tasks.start_soon(self._watch_exit, rank, process)
+        return process
+
+    async def _until_over(self, ranks: list[Rank]) -> None:
+        """Waits for readiness (with its deadline), then for the end of this life."""
+        allowed = self._deadlines.ready
+        with anyio.move_on_after(allowed):
+            await self._changes.until(lambda: self._over.is_set() or all(rank.ready for rank in ranks))
+        if self._over.is_set():
+            return
+        if not all(rank.ready for rank in ranks):
+            missing = [str(rank.number) for rank in ranks if not rank.ready]
+            self.fail(f"not ready within {allowed:g} s (ranks {', '.join(missing)})")
+            return
+        self.engine.cause = None
+        if self.engine.state is EngineState.STARTING:
+            self._enter(EngineState.READY)
+        seconds = anyio.current_time() - min(rank.started_at for rank in ranks)
+        self._telemetry.emit(
+            Event.ENGINE_READY, engine=self.engine.name, url=self.engine.url, seconds=round(seconds, 3)
+        )
+        await self._over.wait()
+
+    async def _watch_exit(self, rank: Rank, process: Running) -> None:
+        """Says how a process ended, whoever ended it."""
+        code = await process.reaped()
+        how = _how(code)
+        expected = self._over.is_set()
+        self._telemetry.emit(
+            Event.ENGINE_EXITED, "info" if expected else "error", **rank.fields(), pid=process.pid,
+            exit_code=code if code >= 0 else None, signal=how if code < 0 else None,
+        )  # fmt: skip
+        self._ended_itself = self._ended_itself or not expected
+        self.fail(f"rank {rank.number} ended ({how})")
+
+    def _line(self, rank: Rank, stream: str, text: str) -> None:
+        if stream == "stderr" and text.strip():
+            self._last_words = text.strip()[:300]
+        fields: dict[str, Any] = {"stream": stream, **fields_of(text), **rank.fields()}
+        level: Level = "info"
+        said = fields.pop("level", "info")
+        if said in LEVELS:
+            level = said
+        self._telemetry.emit(Event.ENGINE_OUTPUT, level, **fields)
+
+    # ---- the end of a life ------------------------------------------------------------------------
+
+    async def _ask_to_stop(self, processes: Iterable[Running]) -> None:
+        self._telemetry.emit(Event.ENGINE_STOPPING, engine=self.engine.name)
+        for process in processes:
+            process.terminate()
+        with anyio.move_on_after(STOP_GRACE):
+            for process in processes:
+                await process.reaped()
+
+    async def _fence(self, processes: dict[str, Running]) -> None:
+        """Kills and reaps. Nothing else proves that a rank writes no more, so nothing else ends this wait."""
+        for process in processes.values():
+            process.kill()
+        for incarnation, process in processes.items():
+            rank = self.engine.ranks[incarnation]
+            while True:
+                with anyio.move_on_after(self._deadlines.fence):
+                    await process.reaped()
+                    break
+                self._telemetry.emit(
+                    Event.ENGINE_EVIDENCE, "error", **rank.fields(),
+                    cause=f"killed, and not reaped within {self._deadlines.fence:g} s",
+                )  # fmt: skip
+            if rank.link is not None:
+                rank.link.close("its process ended")
+            self._telemetry.emit(Event.ENGINE_FENCED, **rank.fields(), pid=process.pid)
+            self._desk.gone(incarnation)
+        with anyio.move_on_after(LAST_LINES):
+            for process in processes.values():
+                await process.relayed.wait()
+        for process in processes.values():
+            await process.close()
+        self.engine.ranks = {}
+
+
+def _how(code: int) -> str:
+    if code < 0:
+        return f"killed by {signal.Signals(-code).name}"
+    return f"exit code {code}"

@@ -1,0 +1,67 @@
+"""What the control plane needs of an engine adapter: how to start one rank of an engine.
+
+An adapter is the module `dsv4ctl.engine_adapters.<name>.launch`; it imports nothing heavy, so that
+the control plane can load it and never loads torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+import pkgutil
+from collections.abc import Mapping
+from difflib import get_close_matches
+from typing import NamedTuple, Protocol, cast
+
+import msgspec
+
+import dsv4ctl.engine_adapters as adapters
+
+#: The environment variable that carries a `LaunchRequest` as JSON to the engine process.
+ENGINE_VARIABLE = "DSV4CTL_ENGINE"
+
+
+class AdapterError(RuntimeError):
+    """No engine can be started with this adapter; the message says why and what helps."""
+
+
+class LaunchRequest(msgspec.Struct, frozen=True):
+    """Everything one rank is told at its start. `engine` is its table of the configuration."""
+
+    engine: dict[str, object]
+    rank: int
+    incarnation: str
+    link: str  #: path of the control plane's Unix socket
+    unsafe_off: tuple[str, ...]  #: guards that are switched off
+    integrity: str
+    model: str  #: the name that clients use
+
+
+class LaunchSpec(NamedTuple):
+    """A process to start. `env` is added to the control plane's own."""
+
+    argv: tuple[str, ...]
+    env: Mapping[str, str]
+
+
+class Adapter(Protocol):
+    def launch(self, request: LaunchRequest) -> LaunchSpec:
+        """How to start one rank. Raises AdapterError if what the engine needs is not installed."""
+
+
+def find(name: str) -> Adapter:
+    """The adapter called `name`. Raises AdapterError with the names there are."""
+    module = f"{adapters.__name__}.{name}.launch"
+    try:
+        return cast(Adapter, importlib.import_module(module))
+    except ModuleNotFoundError as error:
+        if error.name is None or not module.startswith(error.name):
+            raise
+        known = sorted(entry.name for entry in pkgutil.iter_modules(adapters.__path__) if entry.ispkg)
+        near = get_close_matches(name, known, 1)
+        hint = f"did you mean {near[0]!r}?" if near else f"there are: {', '.join(known)}"
+        raise AdapterError(f"no engine adapter {name!r}; {hint}") from error
+
+
+def encode_request(request: LaunchRequest) -> dict[str, str]:
+    """The environment that carries `request`."""
+    return {ENGINE_VARIABLE: msgspec.json.encode(request).decode()}

@@ -1,0 +1,147 @@
+"""What peers get wrong, as tests: a leg that fails, a client that leaves, a stream that breaks, a drain, a wedge."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import AsyncIterator
+from pathlib import Path
+
+import aiohttp
+import anyio
+import pytest
+from running import PATIENCE, Stage, ask, pair_config, post, stage, until
+
+from dsv4ctl.controlplane.config.schema import DeadlinesConfig
+from dsv4ctl.controlplane.telemetry.events import Event
+
+pytestmark = pytest.mark.asyncio
+#: What the machine may add to a bound when it does other things too.
+ALLOWANCE = 1.0
+
+
+async def _quiet_on_both_sides(running: Stage) -> None:
+    """The one room there is was aborted, acknowledged by both ranks, and no leg of it is left."""
+    await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
+    key = str(running.telemetry.of(Event.ROOM_ABORTED)[0]["room"])
+    for engine in ("prefill0", "decode0"):
+        assert running.log(engine, "abort") == [key]
+        assert running.ranks[engine].running == 0
+    assert [record["outcome"].value for record in running.telemetry.of(Event.ABORT_ACKED)] == ["quiet"] * 2
+
+
+@pytest.mark.parametrize(("failing", "waiting"), [("prefill", "decode"), ("decode", "prefill")])
+async def test_a_failing_leg_answers_the_client_and_ends_its_sibling(
+    tmp_path: Path, failing: str, waiting: str
+) -> None:
+    """Probes A and B. The clock runs from the leg's failure: it answers at once, its sibling never would."""
+    async with stage(pair_config(tmp_path)) as running:
+        body = ask(**{failing: {"status": 500}, waiting: {"silent": True}})
+        began = time.monotonic()
+        status, _, answer = await post(running, "/generate", body)
+        took = time.monotonic() - began
+        assert status == 500
+        assert f"{failing} engine {failing}0 answered 500: told to answer 500" in answer["error"]["message"]
+        assert took < 0.1 + ALLOWANCE
+        await _quiet_on_both_sides(running)
+        assert len(running.log(f"{waiting}0", "leg_cancelled")) == 1
+
+
+@pytest.mark.parametrize("streaming", [True, False])
+async def test_a_client_that_leaves_aborts_the_room_on_both_sides(tmp_path: Path, streaming: bool) -> None:
+    """Probe C, while prefill computes."""
+    async with stage(pair_config(tmp_path)) as running:
+        async with aiohttp.ClientSession() as client:
+            body = ask(prefill={"silent": True}, decode={"silent": True}, stream=streaming)
+            with anyio.move_on_after(PATIENCE) as leaving:
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(lambda: client.post(running.url + "/generate", json=body))
+                    await until(lambda: running.ranks["prefill0"].running == 1)
+                    leaving.cancel()
+        left = time.monotonic()
+        await _quiet_on_both_sides(running)
+        assert time.monotonic() - left < 1.0 + ALLOWANCE
+        assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
+
+
+async def test_a_client_that_leaves_mid_stream_aborts_the_room(tmp_path: Path) -> None:
+    """Probe C, while decode streams."""
+    async with stage(pair_config(tmp_path)) as running:
+        body = ask(decode={"tokens": 10_000, "interval": 0.01}, stream=True)
+        async with aiohttp.ClientSession() as client:
+            async with client.post(running.url + "/generate", json=body) as answer:
+                await answer.content.readany()
+        await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
+        assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
+        await until(lambda: running.ranks["decode0"].running == 0)
+
+
+async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
+    async for line in answer.content:
+        if line.startswith(b"data: "):
+            yield line[6:].decode().strip()
+
+
+async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: Path) -> None:
+    """Probe D: the reason is kept, no half event reaches the client, nothing claims that the answer is whole."""
+    async with stage(pair_config(tmp_path)) as running:
+        body = ask(decode={"tokens": 9, "die_after": 4}, stream=True)
+        async with aiohttp.ClientSession() as client:
+            async with client.post(running.url + "/generate", json=body) as answer:
+                assert answer.status == 200
+                events = [event async for event in _events(answer)]
+        texts = [json.loads(event).get("text") for event in events]
+        assert texts[:4] == ["0 ", "1 ", "2 ", "3 "]
+        assert "decode engine decode0" in json.loads(events[4])["error"]["message"]
+        assert len(events) == 5
+        await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
+        assert "decode engine decode0" in running.telemetry.of(Event.ROOM_ABORTED)[0]["reason"]
+
+
+async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Path) -> None:
+    """Probe E: SIGTERM during a stream."""
+    async with stage(pair_config(tmp_path)) as running:
+        body = ask(decode={"tokens": 20, "interval": 0.05}, stream=True)
+        async with aiohttp.ClientSession() as client:
+            async with client.post(running.url + "/generate", json=body) as answer:
+                await answer.content.readany()
+                running.tasks.start_soon(running.plane.drain, [], None)
+                await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+                status, _, refused = await post(running, "/generate", ask())
+                assert (status, refused["error"]["code"]) == (503, "draining")
+                assert running.code is None
+                events = [event async for event in _events(answer)]
+        assert events[-1] == "[DONE]"
+        await until(running.over.is_set)
+        assert running.code == 0
+        assert running.telemetry.of(Event.DRAIN_DONE)[0]["rooms"] == []
+
+
+async def test_a_wedged_engine_is_found_while_it_answers_health(tmp_path: Path) -> None:
+    """Probe F: verdict with its cause, evidence, rooms aborted, engine restarted and serving again."""
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(wedge=1.0, ack=1.0, fence=2.0))
+    async with stage(config) as running:
+        wedged = running.ranks["decode0"]
+        began = time.monotonic()
+        status, _, answer = await post(running, "/generate", ask(decode={"wedge": True}))
+        assert time.monotonic() - began < 1.0 + 2.0 + ALLOWANCE
+        assert status == 502
+        assert "nothing done for" in answer["error"]["message"]
+        assert "decode0" in answer["error"]["message"]
+        await until(lambda: running.ranks["decode0"] is not wedged)
+        evidence = running.telemetry.of(Event.ENGINE_EVIDENCE)[0]
+        assert "fake_engine.py" in evidence["stacks"]["answer"]
+        await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
+        status, _, answer = await post(running, "/generate", ask())
+        assert (status, answer["text"]) == (200, "0 1 2 ")
+
+
+async def test_the_right_leg_is_blamed_and_recovery_is_immediate(tmp_path: Path) -> None:
+    """Probe G: decode answers 503 thirty times, then is well again."""
+    async with stage(pair_config(tmp_path)) as running:
+        for _ in range(30):
+            status, _, answer = await post(running, "/generate", ask(decode={"status": 503}))
+            assert status == 503
+            assert "decode engine decode0 answered 503" in answer["error"]["message"]
+        status, _, _ = await post(running, "/generate", ask())
+        assert status == 200
