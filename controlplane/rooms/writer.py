@@ -24,7 +24,7 @@ class Writer:
     _sent_all: bool = False
 
     @property
-    def may_post(self) -> bool:
+    def live(self) -> bool:
         return self.state not in ABORTS and self.state not in TERMINAL
 
     def destination(self, peer: str) -> list[Effect]:
@@ -100,11 +100,11 @@ class Writer:
         return Quiet.POISONED if self.poisoned else Quiet.QUIET
 
     def _refuse_unless_live(self, what: str) -> None:
-        if not self.may_post:
+        if not self.live:
             raise Refusal(f"room {self.key} is {self.state.value}: may not {what}")
 
     def _advance(self, state: RoomState) -> list[Effect]:
-        if self.may_post and FORWARD.index(state) > FORWARD.index(self.state):
+        if self.live and FORWARD.index(state) > FORWARD.index(self.state):
             self.state = state
             return [Enter(state)]
         return []
@@ -117,7 +117,7 @@ class Writer:
             self.state = RoomState.ABORTED
             acks: list[Effect] = [AckPeer(peer, self._outcome()) for peer in self.peers]
             return [*acks, ReleasePages(), Enter(self.state)]
-        if quiet and self._sent_all and self.may_post:
+        if quiet and self._sent_all and self.live:
             self.state = RoomState.CLOSED
             return [ReleasePages(), Enter(self.state)]
         return []

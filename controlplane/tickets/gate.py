@@ -33,7 +33,7 @@ class Gate:
     def __init__(self, spaces: Mapping[str, SpaceSpec], layers: int, trace: Ring) -> None:
         self._ledger = Ledger(spaces, layers)
         self._changed = threading.Condition()
-        self._trace = trace
+        self.trace = trace
         self._consumers: dict[Consumer, str] = {}
         self._off: frozenset[Guard] = frozenset()
         self._open_consumers: frozenset[Consumer] = frozenset()
@@ -73,7 +73,7 @@ class Gate:
         """See `Ledger.free`: reusable only once every reader and writer is done."""
         with self._changed:
             pages = tuple(pages)
-            self._trace.record("free", None, "", (space, pages))
+            self.trace.record("free", None, "", (space, pages))
             return self._ledger.free(space, pages)
 
     def available(self, space: str) -> int:
@@ -87,37 +87,37 @@ class Gate:
     ) -> Load:
         with self._changed:
             load = self._ledger.open_load(kind, extents, room=room, verify=verify)
-            self._trace.record("lease", room, kind.value, load.extents)
+            self.trace.record("lease", room, kind.value, load.extents)
             return load
 
     def layer_landed(self, load: Load, layers: int) -> None:
         with self._changed:
-            self._trace.record("landed", load.room, load.kind.value, load.extents, str(layers))
+            self.trace.record("landed", load.room, load.kind.value, load.extents, str(layers))
             self._wake(self._ledger.layer_landed(load, layers))
 
     def layer_verified(self, load: Load, layers: int) -> None:
         with self._changed:
-            self._trace.record("verified", load.room, load.kind.value, load.extents, str(layers))
+            self.trace.record("verified", load.room, load.kind.value, load.extents, str(layers))
             self._wake(self._ledger.layer_verified(load, layers))
 
     def seal(self, load: Load, space: str, pages: Sequence[int]) -> None:
         with self._changed:
-            self._trace.record("seal", load.room, load.kind.value, (space, tuple(pages)))
+            self.trace.record("seal", load.room, load.kind.value, (space, tuple(pages)))
             self._ledger.seal(load, space, pages)
 
     def fail_load(self, load: Load, why: str) -> None:
         with self._changed:
-            self._trace.record("failed", load.room, load.kind.value, load.extents, why)
+            self.trace.record("failed", load.room, load.kind.value, load.extents, why)
             self._wake(self._ledger.fail_load(load))
 
     def end_load(self, load: Load) -> None:
         with self._changed:
-            self._trace.record("ended", load.room, load.kind.value, load.extents)
+            self.trace.record("ended", load.room, load.kind.value, load.extents)
             self._wake(self._ledger.end_load(load))
 
     def quarantine(self, load: Load) -> None:
         with self._changed:
-            self._trace.record("quarantine", load.room, load.kind.value, load.extents)
+            self.trace.record("quarantine", load.room, load.kind.value, load.extents)
             self._ledger.quarantine(load)
 
     # ---- readers -------------------------------------------------------------------------------------
@@ -126,11 +126,11 @@ class Gate:
         """A ticket, granted or pending. Raises LedgerError for a consumer that is not registered."""
         with self._changed:
             if consumer not in self._consumers:
-                self._trace.record("unregistered", room, consumer.value, tuple(extents))
+                self.trace.record("unregistered", room, consumer.value, tuple(extents))
                 self.violations[f"{consumer.value} reads without being registered"] += 1
                 raise LedgerError(f"consumer {consumer.value} is not registered on this rank")
             ticket = self._ledger.request(consumer, extents, room=room)
-            self._trace.record("request", room, consumer.value, ticket.extents, str(ticket.readable))
+            self.trace.record("request", room, consumer.value, ticket.extents, str(ticket.readable))
             return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
@@ -143,7 +143,7 @@ class Gate:
 
     def release(self, ticket: Ticket) -> None:
         with self._changed:
-            self._trace.record("release", ticket.room, ticket.consumer.value, ticket.extents)
+            self.trace.record("release", ticket.room, ticket.consumer.value, ticket.extents)
             self._ledger.release(ticket)
 
     def post(self, ticket: Ticket) -> None:
@@ -173,7 +173,7 @@ class Gate:
 
     def revoke(self, room: Any) -> None:
         with self._changed:
-            self._trace.record("revoke", room, "")
+            self.trace.record("revoke", room, "")
             self._wake(self._ledger.revoke(room))
 
     # ---- reports -------------------------------------------------------------------------------------
@@ -233,7 +233,7 @@ class Gate:
 
     def _record_read(self, ticket: Ticket, pool: str, layer: int) -> None:
         early = ticket.readable <= layer
-        self._trace.record("read", ticket.room, ticket.consumer.value, (pool, layer), "early" if early else "")
+        self.trace.record("read", ticket.room, ticket.consumer.value, (pool, layer), "early" if early else "")
         if early:
             kinds = "/".join(sorted({load.kind.value for load in ticket.loads or ()})) or "its load"
             self.violations[f"{ticket.consumer.value} read {pool} before {kinds} landed"] += 1

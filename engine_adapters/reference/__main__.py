@@ -1,0 +1,66 @@
+"""One rank of the reference engine as a process: started by the control plane, ends with it."""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+from functools import partial
+
+import anyio
+
+from dsv4ctl.controlplane.link.client import LinkRefusedError
+from dsv4ctl.engine_adapters.reference.engine import Engine
+from dsv4ctl.engine_adapters.reference.log import Log
+from dsv4ctl.engine_adapters.reference.options import read
+from dsv4ctl.engine_adapters.reference.server import ListenError, serve
+
+EXIT_FAILED = 1
+_MAX_BODY_BYTES = 64 * 1024 * 1024
+
+
+def main() -> int:
+    launch, options = read(dict(os.environ))
+    log = Log(engine=options.name, rank=launch.rank, incarnation=launch.incarnation)
+
+    def end(reason: str) -> None:
+        """From any thread, at once: pages, threads and NIXL's registrations go with the process."""
+        log("engine.ended", "warning", reason=reason)
+        os._exit(EXIT_FAILED)
+
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    engine = Engine(launch, options, log, end)
+    engine.start()
+
+    async def run() -> None:
+        async with anyio.create_task_group() as tasks:
+            ready = partial(tasks.start_soon, _report, engine, options.host)
+            await serve(
+                engine,
+                options.role,
+                launch.model,
+                options.host,
+                options.port,
+                max_body_bytes=_MAX_BODY_BYTES,
+                ready=ready,
+                vocab=engine.geometry.vocab,
+            )
+
+    try:
+        anyio.run(run)
+    except* (ListenError, LinkRefusedError, OSError) as group:
+        for error in group.exceptions:
+            log("engine.failed", "error", error=str(error))
+        return EXIT_FAILED
+    return 0
+
+
+async def _report(engine: Engine, host: str, port: int) -> None:
+    interval = await anyio.to_thread.run_sync(engine.connect, f"http://{host}:{port}")
+    while True:
+        engine.tick()
+        await anyio.sleep(interval)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

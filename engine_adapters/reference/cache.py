@@ -1,0 +1,163 @@
+"""The radix prefix cache: one node a sealed 256-token page, on the device, on the host, or both.
+
+Only prefill-computed pages enter it. A node's pages are reachable by any request from the moment they are
+published, loading ones too: what keeps a reader from stale bytes is its ticket, not the tree.
+Not thread-safe: the step loop owns it.
+"""
+
+from __future__ import annotations
+
+from array import array
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+
+from dsv4ctl.controlplane.tickets.gate import Gate
+from dsv4ctl.controlplane.tickets.types import Extent
+from dsv4ctl.engine_adapters.reference.digests import PageDigests
+from dsv4ctl.engine_adapters.reference.geometry import SPACES
+
+HOST = "host."
+
+
+@dataclass(eq=False, slots=True)
+class Node:
+    """One page of a prefix. `device` and `host` hold its extent by space (`full`, `swa`, `state`).
+
+    A node whose prefix is usable up to its end has all three somewhere; one in the middle needs only `full` (S7).
+    """
+
+    parent: Node | None
+    key: bytes
+    logical: int
+    digests: PageDigests
+    device: dict[str, Extent] = field(default_factory=dict)
+    host: dict[str, Extent] = field(default_factory=dict)
+    children: dict[bytes, Node] = field(default_factory=dict)
+    users: int = 0  #: live sequences whose prefix goes through this node
+    used_at: int = 0
+    alive: bool = True
+
+    def reachable(self, space: str) -> bool:
+        return space in self.device or space in self.host
+
+
+class PrefixCache:
+    def __init__(self, gate: Gate, page_tokens: int) -> None:
+        self._gate = gate
+        self._page_tokens = page_tokens
+        self._root = Node(None, b"", -1, PageDigests())
+        self._tick = 0
+
+    def nodes(self) -> Iterator[Node]:
+        stack = list(self._root.children.values())
+        while stack:
+            node = stack.pop()
+            yield node
+            stack += node.children.values()
+
+    def match(self, ids: Sequence[int]) -> list[Node]:
+        """The longest usable prefix, at least one token short of `ids` (something must be computed)."""
+        path: list[Node] = []
+        node = self._root
+        for logical in range((len(ids) - 1) // self._page_tokens):
+            found = node.children.get(self.page_key(ids, logical))
+            if found is None or not found.reachable("full"):
+                break
+            path.append(found)
+            node = found
+        while path and not all(path[-1].reachable(space) for space in SPACES):
+            path.pop()
+        return path
+
+    def page_key(self, ids: Sequence[int], logical: int) -> bytes:
+        at = logical * self._page_tokens
+        return array("H", ids[at : at + self._page_tokens]).tobytes()
+
+    def pin(self, path: Sequence[Node]) -> None:
+        """The nodes are in use: not evicted until `unpin`."""
+        self._tick += 1
+        for node in path:
+            node.users += 1
+            node.used_at = self._tick
+
+    def unpin(self, path: Sequence[Node]) -> None:
+        for node in path:
+            node.users -= 1
+
+    def insert(
+        self, parent: Node | None, key: bytes, device: dict[str, Extent], digests: PageDigests
+    ) -> tuple[Node, bool]:
+        """Publishes a sealed page below `parent` (None: the root). Returns its node, and whether it took the pages.
+
+        A page that is on the device already keeps what it has; the caller keeps its own until it ends.
+        """
+        above = self._root if parent is None else parent
+        node = above.children.get(key)
+        if node is None:
+            node = above.children[key] = Node(parent, key, above.logical + 1, digests)
+        if node.device:
+            return node, False
+        node.device = dict(device)
+        return node, True
+
+    def evict_device(self, wants: dict[str, int]) -> None:
+        """Frees device pages, least recently used first, until `wants` can be allocated.
+
+        Evicts nothing if that would not be enough: a request that must wait anyway costs nobody the cache.
+        """
+        idle = [node for node in self.nodes() if node.device and not node.users]
+        for space, count in wants.items():
+            if self._gate.available(space) + sum(space in node.device for node in idle) < count:
+                return
+        while any(self._gate.available(space) < count for space, count in wants.items()):
+            victims = [node for node in self.nodes() if node.device and not node.users and self._is_device_leaf(node)]
+            if not victims:
+                return
+            self._drop_device(min(victims, key=lambda node: node.used_at))
+
+    def evict_host(self, wants: dict[str, int]) -> None:
+        """The same for host pages; a node that is nowhere any more leaves the tree."""
+        while any(self._gate.available(space) < count for space, count in wants.items()):
+            victims = [node for node in self.nodes() if node.host and not node.users and not node.children]
+            if not victims:
+                return
+            victim = min(victims, key=lambda node: node.used_at)
+            self._free(victim.host)
+            if not victim.device:
+                self._remove(victim)
+
+    def forget(self, nodes: Sequence[Node]) -> None:
+        """Their bytes never came, or came wrong: no later request may match them, on the device or the host."""
+        for node in nodes:
+            if node.alive:
+                self._remove(node)
+
+    def clear(self) -> None:
+        """Forgets everything. The caller made sure that no sequence lives."""
+        for node in list(self.nodes()):
+            self._free(node.device)
+            self._free(node.host)
+            node.alive = False
+        self._root.children.clear()
+
+    def _is_device_leaf(self, node: Node) -> bool:
+        return not any(child.device for child in node.children.values())
+
+    def _drop_device(self, node: Node) -> None:
+        self._free(node.device)
+        if not node.host:
+            self._remove(node)
+
+    def _remove(self, node: Node) -> None:
+        """Takes the node out of the tree; what hangs below it is unreachable and goes with it."""
+        for child in list(node.children.values()):
+            self._remove(child)
+        self._free(node.device)
+        self._free(node.host)
+        node.alive = False
+        (node.parent or self._root).children.pop(node.key, None)
+
+    def _free(self, extents: dict[str, Extent]) -> None:
+        for extent in extents.values():
+            self._gate.free(extent.space, extent.pages)
+        extents.clear()

@@ -1,0 +1,150 @@
+"""The decode half of a step: pages for a room, its transfer lease, and one token a step under its tickets."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+from dsv4ctl.controlplane.link.wire import OpenRoom
+from dsv4ctl.controlplane.rooms.reader import Reader
+from dsv4ctl.controlplane.tickets.gate import Gate
+from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.types import LoadKind
+from dsv4ctl.engine_adapters.agent import Agent
+from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
+from dsv4ctl.engine_adapters.reference.sequences import Sequence
+from dsv4ctl.engine_adapters.reference.tokenizer import EOS
+
+
+class Inbox(Protocol):
+    """What decode hands to the transfer half: a room whose pages are ready to be written."""
+
+    def expect(
+        self, opening: OpenRoom, table: PageTable, prompt_tokens: int, load: Load, address: tuple[str, int], observe: bool
+    ) -> None: ...
+
+
+class Decode:
+    """`inbox` None: a single engine, whose prompts are computed in place.
+
+    `verify`: only what matched its digests is read. `observe`: digests are compared, and a mismatch only reported.
+    """
+
+    def __init__(self, agent: Agent, pools: DevicePools, inbox: Inbox | None, verify: bool, observe: bool) -> None:
+        self._agent = agent
+        self._gate: Gate = agent.gate
+        self._pools = pools
+        self._page_tokens = pools.geometry.page_tokens
+        self._window = pools.geometry.window
+        self._inbox = inbox
+        self._verify = verify
+        self._observe = observe
+
+    # ---- rooms ---------------------------------------------------------------------------------------
+
+    def admit(self, sequence: Sequence) -> bool:
+        """Gives the room all the pages it will ever need, or none (False: no room yet), and exposes them.
+
+        Raises Refusal or UnknownRoomError if the room is aborted.
+        """
+        admitted = False
+
+        def under_the_room(reader: Reader) -> list[Any]:
+            nonlocal admitted
+            admitted = reader.live and self._allocate(sequence)
+            return reader.expose() if admitted or not reader.live else []
+
+        self._agent.apply(sequence.key, under_the_room)
+        if admitted:
+            assert self._inbox is not None
+            assert sequence.transfer is not None
+            request = sequence.request
+            address = (request.bootstrap_host or "", request.bootstrap_port or 0)
+            self._inbox.expect(
+                sequence.opening, sequence.table, sequence.prompt, sequence.transfer, address, self._observe
+            )
+        return admitted
+
+    def _allocate(self, sequence: Sequence) -> bool:
+        tokens = sequence.prompt + sequence.request.max_new_tokens
+        pages, first = -(-tokens // self._page_tokens), self._first_window_page(sequence.prompt)
+        taken = self._gate.allocate({"full": pages, "swa": pages - first, "state": 1})
+        if taken is None:
+            return False
+        sequence.owned = {space: set(numbers) for space, numbers in taken.items()}
+        table = sequence.table
+        table.full = list(taken["full"])
+        table.swa = dict(enumerate(taken["swa"], start=first))
+        (table.state,) = taken["state"]
+        written = -(-sequence.prompt // self._page_tokens)
+        targets = [
+            self._gate.extent("full", table.full[:written]),
+            self._gate.extent("swa", [page for logical, page in table.swa.items() if logical < written]),
+            self._gate.extent("state", [table.state]),
+        ]
+        sequence.transfer = self._gate.open_load(
+            LoadKind.TRANSFER, targets, room=sequence.key, verify=self._verify
+        )
+        return True
+
+    def start(self, sequence: Sequence, manifest: Manifest) -> None:
+        """Everything landed and is verified: tickets for what is sealed, a forward lease for what grows.
+
+        Raises Refusal or UnknownRoomError if the room is aborted.
+        """
+        sequence.cached_tokens, sequence.host_tokens = manifest.cached_tokens, manifest.host_tokens
+
+        def under_the_room(reader: Reader) -> list[Any]:
+            if reader.live:
+                self._take_rights(sequence)
+            return reader.forward_begin()
+
+        self._agent.apply(sequence.key, under_the_room)
+        sequence.computed = sequence.prompt
+        sequence.emit(manifest.first_token)
+
+    def _take_rights(self, sequence: Sequence) -> None:
+        table, sealed = sequence.table, sequence.prompt // self._page_tokens
+        window = [logical for logical in table.swa if logical >= sealed]
+        growing = [
+            self._gate.extent("full", table.full[sealed:]),
+            self._gate.extent("swa", [table.swa[logical] for logical in window]),
+            self._gate.extent("state", [table.state]),
+        ]
+        sequence.lease = self._gate.open_load(LoadKind.FORWARD, growing, room=sequence.key)
+        if sealed:
+            sequence.join_landed(sealed)
+
+    def _first_window_page(self, prompt: int) -> int:
+        """The first logical page that the token at position `prompt` still sees in its window."""
+        return max(0, prompt - self._window + 1) // self._page_tokens
+
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def over(self, sequence: Sequence) -> str | None:
+        """Why the sequence needs no further step (`stop`, `length`), or None."""
+        if not sequence.request.ignore_eos and sequence.ids[-1] == EOS:
+            return "stop"
+        return "length" if sequence.generated >= sequence.request.max_new_tokens else None
+
+    def chunk(self, sequence: Sequence) -> Chunk:
+        """The last token, whose bytes are not in the pools yet."""
+        at = len(sequence.ids) - 1
+        return make_chunk(self._pools, sequence.ids[at:], at, sequence.table)
+
+    def computed(self, sequence: Sequence, end: int) -> None:
+        """The token at `end` - 1 is in the pools; a page that it filled is sealed and joins the tickets."""
+        sequence.computed = end
+        if end % self._page_tokens:
+            return
+        assert sequence.lease is not None
+        logical, table = end // self._page_tokens - 1, sequence.table
+        self._gate.seal(sequence.lease, "full", (table.full[logical],))
+        self._gate.seal(sequence.lease, "swa", (table.swa[logical],))
+        sequence.join_sealed(logical)
+
+    def finish(self, sequence: Sequence, reason: str) -> None:
+        """The last token is out. Raises Refusal or UnknownRoomError if the room was aborted meanwhile."""
+        self._agent.apply(sequence.key, lambda reader: [*reader.forward_end(), *reader.finished()])
+        sequence.finish(reason)

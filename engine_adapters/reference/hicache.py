@@ -1,0 +1,216 @@
+"""HiCache: pages move between host and device on threads of their own, layer by layer, under tickets.
+
+On the CPU `h2d_gbps` paces the host-to-device copies like a link: each group of pages lands at the end of the
+time that its bytes take. That is the one emulation; the bytes and the order in which they land are real.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+
+from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError
+from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
+from dsv4ctl.controlplane.tickets.types import Extent
+from dsv4ctl.engine_adapters.reference.cache import Node
+from dsv4ctl.engine_adapters.reference.digests import digest_pages
+from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
+from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, backup_pages, load_pages
+
+#: Prefix pages whose load of one layer takes as long as computing one layer of a chunk (`paced_gbps`).
+LOAD_PAGES = 8
+#: Pages copied between two waits of the paced link.
+_GROUP_PAGES = 4
+
+
+@dataclass(frozen=True, slots=True)
+class Piece:
+    """Pages of one space: `host.pages[i]` and `device.pages[i]` are the same page of `nodes[i]`."""
+
+    host: Extent
+    device: Extent
+    nodes: tuple[Node, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadJob:
+    """A host-to-device load of one request. `ticket` is the `load` consumer's right to read the host pages."""
+
+    load: Load
+    ticket: Ticket
+    pieces: tuple[Piece, ...]
+    failed: Callable[[str], None]
+
+
+@dataclass(frozen=True, slots=True)
+class BackupJob:
+    """A device-to-host backup of one node. `ticket` is the `backup` consumer's right to read the device pages."""
+
+    load: Load
+    ticket: Ticket
+    pieces: tuple[Piece, ...]
+
+
+class Link:
+    """A paced link: `carry` returns when the bytes would have arrived. `gbps` 0: at once."""
+
+    def __init__(self, gbps: float) -> None:
+        self._seconds_per_byte = 1 / (gbps * 1e9) if gbps else 0.0
+        self._free_at = 0.0
+
+    def carry(self, nbytes: int) -> None:
+        if not self._seconds_per_byte:
+            return
+        now = time.monotonic()
+        self._free_at = max(self._free_at, now) + nbytes * self._seconds_per_byte
+        time.sleep(self._free_at - now)
+
+
+def paced_gbps(geometry: Geometry, layer_seconds: Sequence[float]) -> float:
+    """Link speed at which one layer of `LOAD_PAGES` prefix pages takes as long to copy as a layer takes to compute.
+
+    That is the ratio of a real deployment: DeepSeek-V4-Flash, an 80K-token prefix = 312 pages of 53,824 B a ratio-4
+    layer (c4 37,440 + index-K 16,384, bf16) over 53 GB/s measured host-to-device is 0.32 ms, twice that with the
+    host's bandwidth shared; a layer of a 256-token chunk is about 0.4 ms (155 GFLOP at 400 TFLOP/s). Our prompts
+    are shorter, so that `LOAD_PAGES` pages stand for those 312.
+    """
+    bytes_by_layer = [
+        sum(spec.page_bytes for spec in pool_specs(geometry).values() if spec.space == "full" and layer in spec.model_layers)
+        for layer in range(geometry.layers)
+    ]
+    return LOAD_PAGES * sum(bytes_by_layer) / sum(layer_seconds) / 1e9
+
+
+class HiCache:
+    """Two daemon threads. A job that fails revokes its sharers; a thread that dies calls `died`."""
+
+    def __init__(
+        self,
+        gate: Gate,
+        device: DevicePools,
+        host: HostPools,
+        *,
+        gbps: float,
+        verify: bool,
+        counters: Callable[[str, int], None],
+        died: Callable[[str, BaseException], None],
+    ) -> None:
+        self._gate = gate
+        self._device = device
+        self._host = host
+        self._layers = device.geometry.layers
+        self._link = Link(gbps)
+        self._verify = verify
+        self._count = counters
+        self._died = died
+        self._loads: queue.SimpleQueue[Sequence[LoadJob] | None] = queue.SimpleQueue()
+        self._backups: queue.SimpleQueue[BackupJob | None] = queue.SimpleQueue()
+        self._threads = [
+            threading.Thread(target=self._run, args=(name, jobs, work), name=name, daemon=True)
+            for name, jobs, work in (
+                ("hicache-load", self._loads, self._load_all),
+                ("hicache-backup", self._backups, self._back_up),
+            )
+        ]
+
+    def start(self) -> None:
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        self._loads.put(None)
+        self._backups.put(None)
+
+    def load(self, jobs: Sequence[LoadJob]) -> None:
+        """Queues the loads of one step as one merged load: layer by layer over all of them."""
+        self._loads.put(jobs)
+
+    def back_up(self, job: BackupJob) -> None:
+        self._backups.put(job)
+
+    def _run(self, name: str, jobs: queue.SimpleQueue, work: Callable) -> None:  # type: ignore[type-arg]
+        try:
+            while (job := jobs.get()) is not None:
+                work(job)
+        except BaseException as error:  # the thread's last word: nobody else can report it
+            self._died(name, error)
+            raise
+
+    # ---- host -> device ------------------------------------------------------------------------------
+
+    def _load_all(self, jobs: Sequence[LoadJob]) -> None:
+        alive = list(jobs)
+        for layer in range(self._layers):
+            alive = [job for job in alive if self._load_layer(job, layer)]
+        for job in jobs:
+            self._gate.end_load(job.load)
+            self._gate.release(job.ticket)
+
+    def _load_layer(self, job: LoadJob, layer: int) -> bool:
+        """True if the layer landed as it was sealed; else the load has failed."""
+        try:
+            self._gate.read(job.ticket, "*", layer)
+        except TicketRevokedError as error:
+            return self._fail(job, f"the host copy never landed: {error}")
+        for piece in job.pieces:
+            self._copy(piece, layer)
+        self._gate.layer_landed(job.load, layer + 1)
+        if self._verify:
+            stale = [pool for piece in job.pieces for pool in self._mismatches(piece, layer)]
+            if stale:
+                self._count("digest_mismatches", len(stale))
+                return self._fail(job, f"digest mismatch in {', '.join(stale)} layer {layer} of a hicache load")
+        self._gate.layer_verified(job.load, layer + 1)
+        return True
+
+    def _fail(self, job: LoadJob, why: str) -> bool:
+        self._gate.fail_load(job.load, why)
+        job.failed(why)
+        return False
+
+    def _copy(self, piece: Piece, layer: int) -> None:
+        for pool, spec in self._device.specs.items():
+            if spec.space != piece.device.space or layer not in spec.model_layers:
+                continue
+            for at in range(0, len(piece.device.pages), _GROUP_PAGES):
+                host = piece.host.pages[at : at + _GROUP_PAGES]
+                self._link.carry(len(host) * spec.page_bytes)
+                load_pages(self._host, self._device, pool, layer, host, piece.device.pages[at : at + _GROUP_PAGES])
+
+    def _mismatches(self, piece: Piece, layer: int) -> list[str]:
+        """Pools of the piece whose bytes of `layer` on the device are not those that were sealed."""
+        stale = []
+        for pool, spec in self._device.specs.items():
+            if spec.space != piece.device.space or layer not in spec.model_layers:
+                continue
+            local = spec.local_layer(layer)
+            rows = spec.valid_rows(0, self._device.geometry.page_tokens)
+            found = digest_pages(self._device, pool, layer, piece.device.pages, rows)
+            sealed = np.array([node.digests.values[pool][local] for node in piece.nodes], dtype=np.uint64)
+            self._count("digests_compared", len(sealed))
+            if (found != sealed).any():
+                stale.append(pool)
+        return stale
+
+    # ---- device -> host ------------------------------------------------------------------------------
+
+    def _back_up(self, job: BackupJob) -> None:
+        try:
+            for layer in range(self._layers):
+                self._gate.read(job.ticket, "*", layer)
+                for piece in job.pieces:
+                    for pool, spec in self._device.specs.items():
+                        if spec.space == piece.device.space and layer in spec.model_layers:
+                            backup_pages(
+                                self._device, self._host, pool, layer, piece.device.pages, piece.host.pages
+                            )
+                self._gate.layer_landed(job.load, layer + 1)
+        except TicketRevokedError as error:
+            self._gate.fail_load(job.load, str(error))
+        self._gate.end_load(job.load)
+        self._gate.release(job.ticket)
