@@ -150,7 +150,7 @@ def _copy_pages(
 
 def page_bytes_by_space(geometry: Geometry, model_layer: int | None = None) -> dict[str, int]:
     """Bytes of one page of each space, over all its pools: of one model layer, or of all of them."""
-    totals = dict.fromkeys(SPACES, 0)
+    totals: dict[str, int] = dict.fromkeys(SPACES, 0)
     for spec in pool_specs(geometry).values():
         layers = len(spec.model_layers) if model_layer is None else spec.model_layers.count(model_layer)
         totals[spec.space] += spec.page_bytes * layers
