@@ -44,11 +44,12 @@ class Guard(Enum):
     SENDER = "sender_ticket"
     BACKUP = "backup_ticket"
     LOAD = "load_ticket"
-    QUIESCE = "quiesce"
+    QUIESCE = "quiesce"  #: pages of an aborted room are freed only when the writer is quiet
+    VERDICT = "verdict"  #: a digest mismatch stops the room; off: it is counted and reported, and the room goes on
 
     @property
     def consumer(self) -> Consumer | None:
-        """The consumer whose tickets this guard makes it wait for; None for `quiesce`."""
+        """The consumer whose tickets this guard makes it wait for; None if it is no ticket."""
         return _GUARDED.get(self)
 
 

@@ -8,13 +8,15 @@ from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import Load
-from dsv4ctl.controlplane.tickets.types import LoadKind
+from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 from dsv4ctl.engine_adapters.reference.tokenizer import EOS
+from dsv4ctl.policies.integrity import Integrity
+from dsv4ctl.policies.registry import load as load_policy
 
 
 class Inbox(Protocol):
@@ -28,18 +30,17 @@ class Inbox(Protocol):
 class Decode:
     """`inbox` None: a single engine, whose prompts are computed in place.
 
-    `verify`: only what matched its digests is read. `observe`: digests are compared, and a mismatch only reported.
+    Under a policy with a verdict only what matched its digests is read; with the guard `verdict` off the digests
+    are compared all the same, and a mismatch is only reported.
     """
 
-    def __init__(self, agent: Agent, pools: DevicePools, inbox: Inbox | None, verify: bool, observe: bool) -> None:
+    def __init__(self, agent: Agent, pools: DevicePools, inbox: Inbox | None) -> None:
         self._agent = agent
         self._gate: Gate = agent.gate
         self._pools = pools
         self._page_tokens = pools.geometry.page_tokens
         self._window = pools.geometry.window
         self._inbox = inbox
-        self._verify = verify
-        self._observe = observe
 
     # ---- rooms ---------------------------------------------------------------------------------------
 
@@ -62,7 +63,12 @@ class Decode:
             request = sequence.request
             address = (request.bootstrap_host or "", request.bootstrap_port or 0)
             self._inbox.expect(
-                sequence.opening, sequence.table, sequence.prompt, sequence.transfer, address, self._observe
+                sequence.opening,
+                sequence.table,
+                sequence.prompt,
+                sequence.transfer,
+                address,
+                observe=self._integrity(sequence).compares_digests() and not sequence.transfer.verify,
             )
         return admitted
 
@@ -83,10 +89,12 @@ class Decode:
             self._gate.extent("swa", [page for logical, page in table.swa.items() if logical < written]),
             self._gate.extent("state", [table.state]),
         ]
-        sequence.transfer = self._gate.open_load(
-            LoadKind.TRANSFER, targets, room=sequence.key, verify=self._verify
-        )
+        verify = self._integrity(sequence).verdict_before_first_read() and self._gate.guarded(Guard.VERDICT)
+        sequence.transfer = self._gate.open_load(LoadKind.TRANSFER, targets, room=sequence.key, verify=verify)
         return True
+
+    def _integrity(self, sequence: Sequence) -> Integrity:
+        return load_policy("integrity", sequence.opening.integrity)()
 
     def start(self, sequence: Sequence, manifest: Manifest) -> None:
         """Everything landed and is verified: tickets for what is sealed, a forward lease for what grows.

@@ -143,7 +143,7 @@ class Engine:
             self._pools,
             HostPools(self.geometry, host_pages),
             gbps=gbps,
-            verify=self._integrity.compares_digests(),
+            verify=load_policy("integrity", self._launch.integrity)().compares_digests(),
             counters=self._count,
             died=lambda name, error: self._died(name, repr(error)),
         )
@@ -164,15 +164,10 @@ class Engine:
             )
         if self._role is not Role.PREFILL:
             inbox = None if self._transfer is None else self._transfer.receiver
-            verify = self._integrity.verdict_before_first_read()
-            decode = Decode(self._agent, self._pools, inbox, verify=verify, observe=not verify)
+            decode = Decode(self._agent, self._pools, inbox)
         return StepLoop(
             self._agent, self._model, prefill, decode, self._hicache, self._options.reference.max_batch
         )
-
-    @property
-    def _integrity(self) -> Any:
-        return load_policy("integrity", self._launch.integrity)()
 
     def link_geometry(self) -> Geometry:
         pools = tuple(

@@ -16,7 +16,7 @@ import numpy as np
 
 from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError
 from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
-from dsv4ctl.controlplane.tickets.types import Extent
+from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import digest_pages
 from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
@@ -30,8 +30,9 @@ _GROUP_PAGES = 4
 
 @dataclass(frozen=True, slots=True)
 class Piece:
-    """Pages of one space: `host.pages[i]` and `device.pages[i]` are the same page of `nodes[i]`."""
+    """Pages of one space under one load: `host.pages[i]` and `device.pages[i]` are the same page of `nodes[i]`."""
 
+    load: Load
     host: Extent
     device: Extent
     nodes: tuple[Node, ...]
@@ -39,9 +40,12 @@ class Piece:
 
 @dataclass(frozen=True, slots=True)
 class LoadJob:
-    """A host-to-device load of one request. `ticket` is the `load` consumer's right to read the host pages."""
+    """What one request loads from the host. `ticket` is the `load` consumer's right to read the host pages.
 
-    load: Load
+    Each space is a load of its own, in this order within a layer: small ones first, so that what waits only for
+    the states or the window does not wait for the whole prefix.
+    """
+
     ticket: Ticket
     pieces: tuple[Piece, ...]
     failed: Callable[[str], None]
@@ -51,7 +55,6 @@ class LoadJob:
 class BackupJob:
     """A device-to-host backup of one node. `ticket` is the `backup` consumer's right to read the device pages."""
 
-    load: Load
     ticket: Ticket
     pieces: tuple[Piece, ...]
 
@@ -148,28 +151,30 @@ class HiCache:
         for layer in range(self._layers):
             alive = [job for job in alive if self._load_layer(job, layer)]
         for job in jobs:
-            self._gate.end_load(job.load)
+            for piece in job.pieces:
+                self._gate.end_load(piece.load)
             self._gate.release(job.ticket)
 
     def _load_layer(self, job: LoadJob, layer: int) -> bool:
-        """True if the layer landed as it was sealed; else the load has failed."""
+        """True if the layer landed as it was sealed; else every load of the job has failed."""
         try:
             self._gate.read(job.ticket, "*", layer)
         except TicketRevokedError as error:
             return self._fail(job, f"the host copy never landed: {error}")
         for piece in job.pieces:
             self._copy(piece, layer)
-        self._gate.layer_landed(job.load, layer + 1)
-        if self._verify:
-            stale = [pool for piece in job.pieces for pool in self._mismatches(piece, layer)]
+            self._gate.layer_landed(piece.load, layer + 1)
+            stale = self._mismatches(piece, layer) if self._verify else []
             if stale:
                 self._count("digest_mismatches", len(stale))
-                return self._fail(job, f"digest mismatch in {', '.join(stale)} layer {layer} of a hicache load")
-        self._gate.layer_verified(job.load, layer + 1)
+                if self._gate.guarded(Guard.VERDICT):
+                    return self._fail(job, f"digest mismatch in {', '.join(stale)} layer {layer} of a hicache load")
+            self._gate.layer_verified(piece.load, layer + 1)
         return True
 
     def _fail(self, job: LoadJob, why: str) -> bool:
-        self._gate.fail_load(job.load, why)
+        for piece in job.pieces:
+            self._gate.fail_load(piece.load, why)
         job.failed(why)
         return False
 
@@ -204,13 +209,16 @@ class HiCache:
             for layer in range(self._layers):
                 self._gate.read(job.ticket, "*", layer)
                 for piece in job.pieces:
-                    for pool, spec in self._device.specs.items():
-                        if spec.space == piece.device.space and layer in spec.model_layers:
-                            backup_pages(
-                                self._device, self._host, pool, layer, piece.device.pages, piece.host.pages
-                            )
-                self._gate.layer_landed(job.load, layer + 1)
+                    self._save(piece, layer)
+                    self._gate.layer_landed(piece.load, layer + 1)
         except TicketRevokedError as error:
-            self._gate.fail_load(job.load, str(error))
-        self._gate.end_load(job.load)
+            for piece in job.pieces:
+                self._gate.fail_load(piece.load, str(error))
+        for piece in job.pieces:
+            self._gate.end_load(piece.load)
         self._gate.release(job.ticket)
+
+    def _save(self, piece: Piece, layer: int) -> None:
+        for pool, spec in self._device.specs.items():
+            if spec.space == piece.device.space and layer in spec.model_layers:
+                backup_pages(self._device, self._host, pool, layer, piece.device.pages, piece.host.pages)

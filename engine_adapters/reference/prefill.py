@@ -23,6 +23,10 @@ from dsv4ctl.engine_adapters.reference.sequences import ATTENTION_POOLS, INDEXER
 from dsv4ctl.policies.hicache import WriteThrough
 
 
+#: Within a layer, the spaces of a HiCache load land in this order.
+LOAD_ORDER = ("state", "swa", "full")
+
+
 class Outbox(Protocol):
     """What prefill hands to the transfer half."""
 
@@ -126,17 +130,18 @@ class Prefill:
 
     def _open_load(self, path: list[Node], wanted: dict[str, tuple[list[Node], list[int]]]) -> LoadJob:
         """Publishes the nodes as device pages that are still loading; their readers' tickets are pending."""
-        host = [_merged([node.host[space] for node in nodes]) for space, (nodes, _) in wanted.items()]
-        ticket = self._gate.request(Consumer.LOAD, host)
-        targets = [self._gate.extent(space, pages) for space, (_, pages) in wanted.items()]
-        load = self._gate.open_load(LoadKind.HICACHE, targets, verify=True)
+        host = {space: _merged([node.host[space] for node in nodes]) for space, (nodes, _) in wanted.items()}
+        ticket = self._gate.request(Consumer.LOAD, list(host.values()))
         pieces = []
-        for (space, (nodes, _)), source, target in zip(wanted.items(), host, load.extents, strict=True):
-            pieces.append(Piece(source, target, tuple(nodes)))
+        for space in sorted(wanted, key=LOAD_ORDER.index):
+            nodes, pages = wanted[space]
+            load = self._gate.open_load(LoadKind.HICACHE, [self._gate.extent(space, pages)], verify=True)
+            (target,) = load.extents
+            pieces.append(Piece(load, host[space], target, tuple(nodes)))
             for node, page, generation in zip(nodes, target.pages, target.generations, strict=True):
                 node.device[space] = target._replace(pages=(page,), generations=(generation,))
-        nodes = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
-        return LoadJob(load, ticket, tuple(pieces), lambda why: self._load_failed(nodes, why))
+        loaded = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
+        return LoadJob(ticket, tuple(pieces), lambda why: self._load_failed(loaded, why))
 
     def _fill_table(self, sequence: Sequence, left: dict[str, list[int]]) -> None:
         path, table = sequence.path, sequence.table
@@ -256,12 +261,14 @@ class Prefill:
         pages = self._gate.allocate(wants)
         if pages is None:
             return
-        targets = [self._gate.extent(space, numbers) for space, numbers in pages.items()]
-        load = self._gate.open_load(LoadKind.BACKUP, targets)
         ticket = self._gate.request(Consumer.BACKUP, list(node.device.values()))
-        node.host = {extent.space.removeprefix(HOST): extent for extent in load.extents}
-        pieces = tuple(Piece(node.host[space], extent, (node,)) for space, extent in node.device.items())
-        backups.append(BackupJob(load, ticket, pieces))
+        pieces = []
+        for space, extent in node.device.items():
+            target = self._gate.extent(HOST + space, pages[HOST + space])
+            load = self._gate.open_load(LoadKind.BACKUP, [target])
+            (node.host[space],) = load.extents
+            pieces.append(Piece(load, node.host[space], extent, (node,)))
+        backups.append(BackupJob(ticket, tuple(pieces)))
 
     # ---- sending -------------------------------------------------------------------------------------
 

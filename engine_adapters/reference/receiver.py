@@ -2,14 +2,87 @@
 
 from __future__ import annotations
 
-from dsv4ctl.controlplane.link.wire import OpenRoom
-from dsv4ctl.controlplane.tickets.ledger import Load
-from dsv4ctl.engine_adapters.reference.sequence import PageTable
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field
 
-Address = tuple[str, int]
+import anyio
+import anyio.to_thread
+import msgspec
+import numpy as np
+from anyio.abc import TaskGroup
+
+from dsv4ctl.controlplane.link.wire import OpenRoom
+from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
+from dsv4ctl.controlplane.rooms.reader import Reader
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
+from dsv4ctl.controlplane.tickets.hold import hold
+from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.types import Consumer
+from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
+from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_pages
+from dsv4ctl.engine_adapters.reference.geometry import PoolSpec
+from dsv4ctl.engine_adapters.reference.inbox import Inbox
+from dsv4ctl.engine_adapters.reference.nixl import Transport
+from dsv4ctl.engine_adapters.reference.peer import Address, Channel
+from dsv4ctl.engine_adapters.reference.peer_wire import Destination, Landed, LastLanded, Manifest
+from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.sequence import PageTable
+from dsv4ctl.kernels.digest import Digests, fold
+
+#: Seconds between two looks for notifications: while rooms wait, and while none does.
+_BUSY, _IDLE = 0.001, 0.1
+#: Threads that compare digests.
+_WORKERS = 2
+_OVER = (UnknownRoomError, Refusal)
+_decoder: msgspec.msgpack.Decoder[Landed] = msgspec.msgpack.Decoder(Landed)
+
+
+@dataclass(eq=False, slots=True)
+class _Room:
+    key: RoomKey
+    peers: tuple[str, ...]
+    destination: Destination
+    load: Load
+    address: Address
+    observe: bool
+    exposed: bool = False
+    landed: dict[str, set[int]] = field(default_factory=dict)  #: logical pages in place, by writer
+    manifests: dict[str, Manifest] = field(default_factory=dict)
+
+    def whole(self, peer: str) -> bool:
+        return peer in self.manifests and len(self.landed[peer]) == len(self.destination.full)
 
 
 class Receiver:
+    """`expect` comes from the step thread, all else runs on the loop."""
+
+    def __init__(
+        self,
+        pools: DevicePools,
+        agent: Agent,
+        transport: Transport,
+        inbox: Inbox,
+        dial: Callable[[Address], None],
+        ready: Callable[[RoomKey, Manifest], None],
+        tasks: TaskGroup,
+    ) -> None:
+        agent.gate.register(Consumer.CHECKSUM, __name__)
+        self.counters: Counter[str] = Counter()
+        self._pools = pools
+        self._agent = agent
+        self._transport = transport
+        self._inbox = inbox
+        self._dial = dial
+        self._ready = ready
+        self._rooms: dict[RoomKey, _Room] = {}
+        self._channels: dict[Address, Channel] = {}
+        self._woken = anyio.Event()
+        self._tasks = tasks
+        self._workers = anyio.CapacityLimiter(_WORKERS)
+
+    # ---- from the step thread ------------------------------------------------------------------------
+
     def expect(
         self,
         opening: OpenRoom,
@@ -26,4 +99,221 @@ class Receiver:
         compares too, but a mismatch is only counted and reported. The load is ended here once the room is
         verified; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's `release`.
         """
-        raise NotImplementedError
+        destination = Destination(opening.key, list(table.full), dict(table.swa), table.state, prompt_tokens)
+        room = _Room(opening.key, opening.peers, destination, load, address, observe)
+        self._inbox.put(lambda: self._expect(room))
+
+    # ---- on the loop ---------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """Takes in notifications, often while rooms wait for them."""
+        while True:
+            for writer, payload in self._transport.notifications():
+                self.notified(writer, payload)
+            self._woken = anyio.Event()
+            with anyio.move_on_after(_BUSY if self._rooms else _IDLE):
+                await self._woken.wait()
+
+    def up(self, channel: Channel, address: Address) -> None:
+        """A prefill rank is reachable (again): every room that waits for it tells its pages (again)."""
+        self._channels[address] = channel
+        for room in [room for room in self._rooms.values() if room.address == address]:
+            self._tell(room, channel)
+
+    def down(self, channel: Channel, address: Address) -> None:
+        if self._channels.get(address) is channel:
+            del self._channels[address]
+
+    def refused(self, address: Address, reason: str) -> None:
+        """The rank at `address` does not fit: nothing can come from it."""
+        for room in [room for room in self._rooms.values() if room.address == address]:
+            self._fail(room, f"{address[0]}:{address[1]} refused: {reason}")
+
+    def waits_for(self, address: Address) -> bool:
+        return any(room.address == address for room in self._rooms.values())
+
+    def dropped(self, key: RoomKey) -> None:
+        self._rooms.pop(key, None)
+
+    def notified(self, writer: str, payload: bytes) -> None:
+        """One notification of `writer` (an incarnation). What nobody waits for is counted, and changes nothing."""
+        try:
+            landed = _decoder.decode(payload)
+        except msgspec.DecodeError:
+            self.counters["bad_notifications"] += 1
+            return
+        room = self._rooms.get(landed.key)
+        if room is None:
+            self.counters["late_notifications"] += 1
+            return
+        if landed.incarnation != writer or writer not in room.peers:
+            self.counters["foreign_notifications"] += 1
+            return
+        room.landed.setdefault(writer, set()).add(landed.logical)
+        if isinstance(landed, LastLanded):
+            room.manifests[writer] = landed.manifest
+            problem = _misfit(landed.manifest, room.destination)
+            if problem is not None:
+                self._fail(room, problem)
+                return
+        if room.whole(writer):
+            self._whole(room, writer)
+
+    # ---- one room ------------------------------------------------------------------------------------
+
+    def _expect(self, room: _Room) -> None:
+        self._rooms[room.key] = room
+        channel = self._channels.get(room.address)
+        if channel is None:
+            self._dial(room.address)
+        else:
+            self._tell(room, channel)
+
+    def _tell(self, room: _Room, channel: Channel) -> None:
+        """The room exposes its pages, then the peer learns where they are."""
+        incarnation = channel.peer.incarnation
+        if incarnation not in room.peers:
+            self._fail(room, f"the prefill rank is {incarnation}, the room was opened with {', '.join(room.peers)}")
+            return
+        try:
+            if not room.exposed:
+                self._agent.apply(room.key, Reader.expose)
+                room.exposed = True
+        except _OVER:
+            self.dropped(room.key)
+            return
+        channel.send(room.destination)
+        self._woken.set()
+
+    def _whole(self, room: _Room, writer: str) -> None:
+        """Every byte of `writer` is in place. The load lands when this is true of all writers."""
+        last = all(room.whole(peer) for peer in room.peers)
+
+        def landed(reader: Reader) -> list[Effect]:
+            if last and room.load.open:
+                self._agent.gate.layer_landed(room.load, self._agent.gate.layers)
+            return reader.landed(writer)
+
+        manifest = room.manifests[writer]
+        self._agent.note(
+            room.key,
+            prompt_tokens=manifest.prompt_tokens,
+            cached_tokens=manifest.cached_tokens,
+            host_tokens=manifest.host_tokens,
+        )
+        try:
+            self._agent.apply(room.key, landed)
+        except _OVER:
+            self.dropped(room.key)
+            return
+        if last and self._rooms.pop(room.key, None) is not None:
+            self._tasks.start_soon(self._finish, room, manifest, name=f"verify {room.key}")
+
+    async def _finish(self, room: _Room, manifest: Manifest) -> None:
+        try:
+            if (room.load.verify or room.observe) and not await self._compare(room):
+                return
+            self._agent.apply(room.key, lambda reader: self._verified(room, reader))
+            self._ready(room.key, manifest)
+        except _OVER:
+            self.counters["late_verdicts"] += 1
+        except Exception as error:  # noqa: BLE001 - whatever fails one room, a bug too, ends that room alone
+            self._fail(room, repr(error))
+
+    async def _compare(self, room: _Room) -> bool:
+        """Whether the room may go on."""
+        async with hold(self._agent.gate, Consumer.CHECKSUM, room.load.extents, room=room.key) as held:
+            await held.granted()  # of a load that has landed: granted already, or revoked
+            found = await anyio.to_thread.run_sync(landed_digests, self._pools, room.destination, limiter=self._workers)
+        differing: list[tuple[str, int]] = []
+        compared = 0
+        for manifest in room.manifests.values():
+            sealed = PageDigests.from_builtins(manifest.digests)
+            compared += sum(len(values) for pool, values in found.values.items() if pool in sealed.values)
+            differing += found.differences(sealed)
+        return self._judge(room, compared, differing)
+
+    def _judge(self, room: _Room, compared: int, differing: list[tuple[str, int]]) -> bool:
+        self._agent.counters["digests_compared"] += compared
+        pools = sorted({pool for pool, _ in differing})
+        self._agent.note(room.key, digests_compared=compared, digest_mismatches=pools)
+        if not differing:
+            return True
+        self._agent.counters["digest_mismatches"] += len(differing)
+        if room.observe:
+            return True
+        why = _describe(differing, self._pools.specs)
+
+        def failed(reader: Reader) -> list[Effect]:
+            if room.load.open:
+                self._agent.gate.fail_load(room.load, why)
+            return reader.abort(AbortSource.INTEGRITY, why)
+
+        self._agent.apply(room.key, failed)
+        return False
+
+    def _verified(self, room: _Room, reader: Reader) -> list[Effect]:
+        """Under the agent's lock: an abort comes before it, or after it, and the load is ended once."""
+        effects = reader.verified()
+        if room.load.verify:
+            self._agent.gate.layer_verified(room.load, self._agent.gate.layers)
+        self._agent.gate.end_load(room.load)
+        return effects
+
+    def _fail(self, room: _Room, why: str) -> None:
+        self.counters["failed_rooms"] += 1
+        self._agent.abort(room.key, AbortSource.ENGINE_FAULT, f"receiver: {why}")
+        self.dropped(room.key)
+
+
+def landed_digests(pools: DevicePools, destination: Destination) -> PageDigests:
+    """What landed: folded in logical order over the full pages, the window's pages and the state.
+
+    Of each page only the rows that the prompt has written count, as where it was sealed.
+    """
+    values: dict[str, Digests] = {}
+    for spec in pools.specs.values():
+        pages = _pages(spec, destination)
+        rows = [spec.valid_rows(logical, destination.prompt_tokens) for logical, _ in pages]
+        values[spec.name] = np.concatenate(
+            [_folded_layer(pools, spec, layer, [page for _, page in pages], rows) for layer in spec.model_layers]
+        )
+    return PageDigests(values)
+
+
+def _folded_layer(pools: DevicePools, spec: PoolSpec, layer: int, pages: list[int], rows: list[int]) -> Digests:
+    """uint64 [1]. Every page but the last is full, so they are digested together."""
+    parts = [digest_pages(pools, spec.name, layer, pages[-1:], rows[-1])]
+    if len(pages) > 1:
+        parts.insert(0, digest_pages(pools, spec.name, layer, pages[:-1]))
+    return fold(np.concatenate(parts))[None]
+
+
+def _pages(spec: PoolSpec, destination: Destination) -> list[tuple[int, int]]:
+    """(logical, physical) pages of a pool in logical order."""
+    match spec.space:
+        case "full":
+            return list(enumerate(destination.full))
+        case "swa":
+            return sorted(destination.swa.items())
+        case "state":
+            return [(len(destination.full) - 1, destination.state)]
+
+
+def _misfit(manifest: Manifest, destination: Destination) -> str | None:
+    """Why the manifest is not of the prompt that was asked for, or None."""
+    for what, theirs, ours in (
+        ("prompt tokens", manifest.prompt_tokens, destination.prompt_tokens),
+        ("pages", manifest.chunks, len(destination.full)),
+    ):
+        if theirs != ours:
+            return f"{theirs} {what} were sent, {ours} were expected"
+    return None
+
+
+def _describe(differing: list[tuple[str, int]], specs: dict[str, PoolSpec]) -> str:
+    by_pool: dict[str, list[int]] = {}
+    for pool, local in differing:
+        by_pool.setdefault(pool, []).append(specs[pool].model_layers[local])
+    named = (f"{pool} layers {','.join(map(str, sorted(layers)))}" for pool, layers in sorted(by_pool.items()))
+    return f"digest mismatch in {'; '.join(named)}"

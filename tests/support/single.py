@@ -1,0 +1,66 @@
+"""A single reference engine inside the test's process: rooms opened by hand, outputs collected."""
+
+from __future__ import annotations
+
+import itertools
+import queue
+from typing import Any
+
+import msgspec
+
+from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig
+from dsv4ctl.controlplane.link.wire import OpenRoom
+from dsv4ctl.controlplane.rooms.states import RoomKey
+from dsv4ctl.engine_adapters.protocol import LaunchRequest
+from dsv4ctl.engine_adapters.reference.engine import Engine
+from dsv4ctl.engine_adapters.reference.log import Log
+from dsv4ctl.engine_adapters.reference.options import EngineOptions
+from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request, Token
+
+DEADLINES = msgspec.to_builtins(DeadlinesConfig())
+
+
+class Single:
+    """`ask` submits a prompt, `answer` waits for its tokens. `deadline` bounds every wait (a hang fails the test)."""
+
+    def __init__(self, config: EngineConfig, unsafe_off: tuple[str, ...] = (), integrity: str = "read") -> None:
+        table = msgspec.to_builtins(config)
+        launch = LaunchRequest(table, 0, "incarnation-0", "/nowhere", unsafe_off, integrity, "m")
+        self.ended: list[str] = []
+        self.engine = Engine(launch, msgspec.convert(table, EngineOptions), Log(), self.ended.append)
+        self.engine.start()
+        self._rooms = itertools.count(1)
+
+    def open(self) -> RoomKey:
+        key = RoomKey(next(self._rooms), 1)
+        self.engine._agent.handle(OpenRoom(key, "r", None, None, (), DEADLINES, "read"))
+        return key
+
+    def ask(self, ids: list[int], new: int, key: RoomKey | None = None) -> tuple[RoomKey, queue.Queue[Output]]:
+        key = key or self.open()
+        outputs: queue.Queue[Output] = queue.Queue()
+        self.engine.submit(Request(f"r{key.room}", key, tuple(ids), new, True, None, None, outputs.put))
+        return key, outputs
+
+    def answer(self, outputs: queue.Queue[Output], deadline: float = 60.0) -> tuple[list[int], Finished]:
+        tokens: list[int] = []
+        while True:
+            match outputs.get(timeout=deadline):
+                case Token(token):
+                    tokens.append(token)
+                case Finished() as finished:
+                    return tokens, finished
+
+    def settle(self) -> None:
+        """Returns once the step loop has read everything posted so far."""
+        done: queue.Queue[Any] = queue.Queue()
+        self.engine._loop.post(lambda: done.put(None))
+        done.get(timeout=60)
+
+    def owned(self) -> dict[str, int]:
+        return self.engine.gate.counts()["owned"]
+
+    def stop(self) -> None:
+        self.engine._loop.stop()
+        if self.engine._hicache is not None:
+            self.engine._hicache.stop()
