@@ -23,6 +23,7 @@ class Event(Enum):
     START_FAILED = "start.failed", "The start was given up; `reason` says why."
     STOP_SIGNAL = "stop.signal", "SIGTERM or SIGINT: the first drains, the second stops now."
     STOP_DONE = "stop.done", "The control plane ends; `exit_code`."
+    NOTIFY_FAILED = "notify.failed", "The service manager could not be told; `state`, `error`."
     LOOP_DIED = "loop.died", "A background loop, task or thread ended with an error; `loop`, `error`."
     LOG_DROPPED = "log.dropped", "`count` lines were dropped because their reader was too slow."
     LOG_LIBRARY = "log.library", "What a library wrote to Python's logging; `logger`, `message`."
@@ -64,6 +65,15 @@ class Event(Enum):
     ABORT_RECEIVED = "abort.received", "A rank acknowledged the abort frames up to `seq`."
     ABORT_ACKED = "abort.acked", "A rank is done with an aborted room; `outcome` quiet or poisoned."
     DIGEST_MISMATCH = "digest.mismatch", "Pages that landed differ from those that were sealed; `pools`."
+
+    # ---- peers: the channel between a prefill rank and a decode rank
+    PEER_CONNECTED = "peer.connected", "Two ranks greeted each other and agree on their pools; `peer_incarnation`."
+    PEER_LOST = "peer.lost", "The connection between two ranks ended; the decode rank connects again if it must."
+    PEER_REFUSED = "peer.refused", "Two ranks do not fit; `reason` names both figures."
+    PEER_BAD_FRAME = (
+        "peer.bad_frame",
+        "A malformed, unknown or unfitting frame of a peer was refused; the channel lives.",
+    )
 
     # ---- drain
     DRAIN_BEGIN = "drain.begin", "Engines admit no new room; `engines`, `deadline_s`."

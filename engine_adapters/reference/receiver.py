@@ -55,30 +55,23 @@ class _Room:
 
 
 class Receiver:
-    """`expect` comes from the step thread, all else runs on the loop."""
+    """`expect` comes from the step thread, all else runs on the loop after `bind`."""
 
     def __init__(
-        self,
-        pools: DevicePools,
-        agent: Agent,
-        transport: Transport,
-        inbox: Inbox,
-        dial: Callable[[Address], None],
-        ready: Callable[[RoomKey, Manifest], None],
-        tasks: TaskGroup,
+        self, pools: DevicePools, agent: Agent, inbox: Inbox, ready: Callable[[RoomKey, Manifest], None]
     ) -> None:
-        agent.gate.register(Consumer.CHECKSUM, __name__)
         self.counters: Counter[str] = Counter()
         self._pools = pools
         self._agent = agent
-        self._transport = transport
         self._inbox = inbox
-        self._dial = dial
         self._ready = ready
         self._rooms: dict[RoomKey, _Room] = {}
         self._channels: dict[Address, Channel] = {}
+
+    def bind(self, transport: Transport, dial: Callable[[Address, tuple[str, ...]], None], tasks: TaskGroup) -> None:
+        """What exists only once the loop runs. `dial` connects to an address for the sake of these incarnations."""
+        self._transport, self._dial, self._tasks = transport, dial, tasks
         self._woken = anyio.Event()
-        self._tasks = tasks
         self._workers = anyio.CapacityLimiter(_WORKERS)
 
     # ---- from the step thread ------------------------------------------------------------------------
@@ -94,12 +87,14 @@ class Receiver:
     ) -> None:
         """Thread-safe; returns at once. Asks the prefill rank at `address` to write the room's prompt here.
 
-        `table` (copied) has every full page of the prompt, the window's swa pages and the state slot; `load` is
-        the open `transfer` load over exactly these pages. Digests are compared if `load.verify`; `observe`
+        `table` (copied) has every full page of the prompt, the window's swa pages and the state slot, and may have
+        pages beyond; `load` is the open `transfer` load over exactly the prompt's. Digests are compared if `load.verify`; `observe`
         compares too, but a mismatch is only counted and reported. The load is ended here once the room is
         verified; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's `release`.
         """
-        destination = Destination(opening.key, list(table.full), dict(table.swa), table.state, prompt_tokens)
+        pages = self._pools.geometry.pages_for(prompt_tokens)
+        swa = {logical: page for logical, page in table.swa.items() if logical < pages}
+        destination = Destination(opening.key, table.full[:pages], swa, table.state, prompt_tokens)
         room = _Room(opening.key, opening.peers, destination, load, address, observe)
         self._inbox.put(lambda: self._expect(room))
 
@@ -135,6 +130,11 @@ class Receiver:
     def dropped(self, key: RoomKey) -> None:
         self._rooms.pop(key, None)
 
+    def fenced(self, incarnation: str) -> None:
+        """What that process has not written it never will."""
+        for room in [room for room in self._rooms.values() if incarnation in room.peers]:
+            self.dropped(room.key)
+
     def notified(self, writer: str, payload: bytes) -> None:
         """One notification of `writer` (an incarnation). What nobody waits for is counted, and changes nothing."""
         try:
@@ -165,7 +165,7 @@ class Receiver:
         self._rooms[room.key] = room
         channel = self._channels.get(room.address)
         if channel is None:
-            self._dial(room.address)
+            self._dial(room.address, room.peers)
         else:
             self._tell(room, channel)
 

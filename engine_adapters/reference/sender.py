@@ -83,30 +83,21 @@ class _Room:
 
 
 class Sender:
-    """One task a room. `chunk` and `finish` come from the step thread, all else runs on the loop."""
+    """One task a room. `chunk` and `finish` come from the step thread, all else runs on the loop after `bind`."""
 
-    def __init__(
-        self,
-        incarnation: str,
-        pools: DevicePools,
-        agent: Agent,
-        transport: Transport,
-        writes: Writes,
-        inbox: Inbox,
-        tasks: TaskGroup,
-    ) -> None:
-        agent.gate.register(Consumer.SENDER, __name__)
+    def __init__(self, incarnation: str, pools: DevicePools, agent: Agent, inbox: Inbox) -> None:
         self.counters: Counter[str] = Counter()
         self._incarnation = incarnation
         self._specs = pools.specs
         self._regions = {region.pool: region for region in pools.regions()}
         self._agent = agent
-        self._transport = transport
-        self._writes = writes
         self._inbox = inbox
         self._rooms: dict[RoomKey, _Room] = {}
         self._remotes: dict[str, dict[str, Region]] = {}  #: the pools of each connected peer, by incarnation
-        self._tasks = tasks
+
+    def bind(self, transport: Transport, writes: Writes, tasks: TaskGroup) -> None:
+        """What exists only once the loop runs."""
+        self._transport, self._writes, self._tasks = transport, writes, tasks
 
     # ---- from the step thread ------------------------------------------------------------------------
 

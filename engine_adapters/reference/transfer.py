@@ -42,7 +42,7 @@ _STOP_SECONDS = 2.0
 class Log(Protocol):
     """Thread-safe; must not block."""
 
-    def __call__(self, event: Event, level: str, **fields: object) -> None: ...
+    def __call__(self, event: str, level: str, **fields: object) -> None: ...
 
 
 class TransferError(RuntimeError):
@@ -50,13 +50,11 @@ class TransferError(RuntimeError):
 
 
 class Transfer:
-    """`sender` and `receiver` are there once `start` has returned; they and all methods here take any thread.
+    """`sender`, `receiver` and all methods here take any thread.
 
-    The gate is the agent's. `died` is called (on the transfer thread) when the loop ended by itself.
+    The gate is the agent's, with consumers `sender` and `checksum` registered. `died` is called (on the transfer
+    thread) when the loop ended by itself.
     """
-
-    sender: Sender  #: used on a prefill rank
-    receiver: Receiver  #: used on a decode rank
 
     def __init__(
         self,
@@ -77,15 +75,17 @@ class Transfer:
         self.fault: str | None = None  #: why the loop died
         self._role, self._engine, self._rank, self._incarnation = role, engine, rank, incarnation
         self._geometry, self._pools, self._agent = geometry, pools, agent
-        self._ready, self._died, self._log = ready, died, log
+        self._died, self._log = died, log
         self._host, self._port = host, port
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._inbox = Inbox()
+        self.sender = Sender(incarnation, pools, agent, self._inbox)  #: used on a prefill rank
+        self.receiver = Receiver(pools, agent, self._inbox, ready)  #: used on a decode rank
         self._counters: Counter[str] = Counter()
         self._channels: dict[str, Channel] = {}  #: by the peer's incarnation
         self._dialled: set[Address] = set()
-        self._last_at: dict[Address, str] = {}  #: which incarnation answered at an address
+        self._sought: dict[Address, set[str]] = {}  #: decode: the incarnations that were looked for at an address
         self._writable: set[str] = set()  #: peers whose memory NIXL knows
         self._fenced: set[str] = set()
         self._unacked: dict[str, dict[RoomKey, PeerAbort]] = {}  #: decode: by writer, repeated until its ack
@@ -138,7 +138,7 @@ class Transfer:
             anyio.run(self._serve)
         except Exception as error:  # noqa: BLE001 - whatever ended the loop must be seen
             self.fault = f"the transfer loop died: {_first_cause(error)}"
-            self._log(Event.LOOP_DIED, "error", loop="transfer", error=self.fault)
+            self._log(Event.LOOP_DIED.value, "error", loop="transfer", error=self.fault)
             if self._started.is_set():
                 self._died(self.fault)
             self._started.set()
@@ -162,8 +162,8 @@ class Transfer:
     async def _start_tasks(self, tasks: TaskGroup) -> None:
         self._tasks = tasks
         self._writes = Writes(self._agent, self._nixl, anyio.current_time)
-        self.sender = Sender(self._incarnation, self._pools, self._agent, self._nixl, self._writes, self._inbox, tasks)
-        self.receiver = Receiver(self._pools, self._agent, self._nixl, self._inbox, self._dial, self._ready, tasks)
+        self.sender.bind(self._nixl, self._writes, tasks)
+        self.receiver.bind(self._nixl, self._dial, tasks)
         tasks.start_soon(self._inbox.run, name="inbox")
         if self._role is Role.DECODE:
             tasks.start_soon(self.receiver.run, name="notifications")
@@ -201,11 +201,10 @@ class Transfer:
         if before is not None:
             before.close()
         self._channels[peer.incarnation] = channel
-        self._log(Event.PEER_CONNECTED, "info", peer=peer.engine, peer_incarnation=peer.incarnation)
+        self._log(Event.PEER_CONNECTED.value, "info", peer=peer.engine, peer_incarnation=peer.incarnation)
         if channel.address is None:
             self._let_write(channel)
             return
-        self._last_at[channel.address] = peer.incarnation
         self.receiver.up(channel, channel.address)
         for frame in self._unacked.get(peer.incarnation, {}).values():
             channel.send(frame)
@@ -231,19 +230,19 @@ class Transfer:
         peer = channel.peer
         if self._channels.get(peer.incarnation) is channel:
             del self._channels[peer.incarnation]
-            self._log(Event.PEER_LOST, "warning", peer=peer.engine, peer_incarnation=peer.incarnation)
+            self._log(Event.PEER_LOST.value, "warning", peer=peer.engine, peer_incarnation=peer.incarnation)
         if channel.address is not None:
             self.receiver.down(channel, channel.address)
 
     def refused(self, address: Address | None, reason: str) -> None:
         self._counters["refused_peers"] += 1
-        self._log(Event.PEER_REFUSED, "error", reason=reason)
+        self._log(Event.PEER_REFUSED.value, "error", reason=reason)
         if address is not None:
             self.receiver.refused(address, reason)
 
     def bad_frame(self, incarnation: str, why: str) -> None:
         self._counters["bad_frames"] += 1
-        self._log(Event.PEER_BAD_FRAME, "warning", peer_incarnation=incarnation, reason=why)
+        self._log(Event.PEER_BAD_FRAME.value, "warning", peer_incarnation=incarnation, reason=why)
 
     def _let_write(self, channel: Channel) -> None:
         """Lets the sender write into the peer's pools."""
@@ -263,7 +262,8 @@ class Transfer:
             self._writable.add(name)
         self.sender.connect(peer.incarnation, peer.regions)
 
-    def _dial(self, address: Address) -> None:
+    def _dial(self, address: Address, peers: tuple[str, ...]) -> None:
+        self._sought.setdefault(address, set()).update(peers)
         if address not in self._dialled:
             self._dialled.add(address)
             self._tasks.start_soon(self._keep_dialled, address, name=f"peer {address[0]}:{address[1]}")
@@ -275,7 +275,8 @@ class Transfer:
             self._dialled.discard(address)
 
     def _wanted(self, address: Address) -> bool:
-        return self.receiver.waits_for(address) or bool(self._unacked.get(self._last_at.get(address, "")))
+        """A room waits for the rank at `address`, or an abort for its ack."""
+        return self.receiver.waits_for(address) or any(self._unacked.get(peer) for peer in self._sought[address])
 
     def _tell_peer(self, peer: str, frame: PeerAbort) -> None:
         if self._role is Role.DECODE and peer not in self._fenced:
@@ -293,11 +294,14 @@ class Transfer:
     def _fence(self, incarnation: str) -> None:
         self._fenced.add(incarnation)
         self._unacked.pop(incarnation, None)
+        for sought in self._sought.values():
+            sought.discard(incarnation)
         channel = self._channels.get(incarnation)
         if channel is not None:
             channel.close()
         self._writes.fenced(incarnation)
         self.sender.fenced(incarnation)
+        self.receiver.fenced(incarnation)
         if incarnation in self._writable:
             self._writable.discard(incarnation)
             self._nixl.disconnect(incarnation)
