@@ -46,13 +46,14 @@ def main() -> int:
                 vocab=engine.geometry.vocab,
             )
 
+    code = 0
     try:
         anyio.run(run)
     except* (ListenError, LinkRefusedError, OSError) as group:
         for error in group.exceptions:
             log("engine.failed", "error", error=str(error))
-        return EXIT_FAILED
-    return 0
+        code = EXIT_FAILED
+    return code
 
 
 async def _report(engine: Engine, host: str, port: int) -> None:
