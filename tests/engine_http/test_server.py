@@ -102,8 +102,9 @@ async def test_health_generate_does_not_wait_for_ever(monkeypatch: pytest.Monkey
         assert len(client.engine.aborts) == 1
 
 
-async def test_health_generate_of_half_a_pair_is_health() -> None:
-    async with served(role="decode") as client:
+async def test_health_generate_of_an_engine_that_needs_a_room_is_health() -> None:
+    async with served() as client:
+        client.engine.rooms_only = True
         response = await client.http.get(f"{client.url}/health_generate")
     assert response.status == 200
     assert client.engine.requests == []

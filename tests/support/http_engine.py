@@ -38,6 +38,7 @@ class FakeEngine:
         self.aborts: list[tuple[str | None, str]] = []
         self.answer: list[Output] | None = None  #: None: the request stays open
         self.live_generation = 1
+        self.rooms_only = False
         self.why_faulty: str | None = None
         self.busy = False
         self.flushed = 0
@@ -47,6 +48,8 @@ class FakeEngine:
         self._threads: list[threading.Thread] = []
 
     def room_of(self, room: int | None) -> RoomKey:
+        if room is None and self.rooms_only:
+            raise RequestRefusedError("bootstrap_room is missing")
         if room == 404:
             raise RequestRefusedError("room 404 is unknown: the gateway opens rooms")
         return RoomKey(room or 0, self.live_generation)

@@ -185,8 +185,10 @@ class Front:
         return web.json_response({"status": "ok"})
 
     async def health_generate(self, http: web.Request) -> web.StreamResponse:
-        """Generates a token. A prefill or decode engine cannot do so alone: there it is /health."""
-        if self.role != "single":
+        """Generates a token. An engine that serves requests of rooms only cannot: there it is /health."""
+        try:
+            self.serving.room_of(None)
+        except RequestRefusedError:
             return await self.health(http)
         ask = Ask((BOS,), 1, True, False, None, Bootstrap(None, None, None))
         reply = sglang_format.GenerateReply("health", elapsed=lambda: 0.0)
