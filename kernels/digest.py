@@ -86,8 +86,9 @@ def fold(digests: npt.ArrayLike) -> Digests:
     """Fold digests in logical page order: uint64 [pages, ...] -> uint64 [...]; no pages fold to 0."""
     values = np.asarray(digests, dtype=np.uint64)
     folded = np.zeros(values.shape[1:], dtype=np.uint64)
-    for value in values:
-        folded = _avalanche((folded + np.uint64(1)) * np.uint64(MIX) ^ value)
+    with np.errstate(over="ignore"):
+        for value in values:
+            folded = _avalanche((folded + np.uint64(1)) * np.uint64(MIX) ^ value)
     return folded
 
 
@@ -96,7 +97,8 @@ def _finish(sums: Digests, page_bytes: int) -> Digests:
 
 
 def _avalanche(x: Digests) -> Digests:
-    x = (x ^ (x >> _U32)) * np.uint64(FINISH)
+    with np.errstate(over="ignore"):  # modulo 2^64 is meant; NumPy warns of it for scalars only
+        x = (x ^ (x >> _U32)) * np.uint64(FINISH)
     return np.asarray(x ^ (x >> _U32), dtype=np.uint64)
 
 
