@@ -110,6 +110,12 @@ class Prefill:
         leased = [self._gate.extent(space, pages) for space, pages in left.items()]
         sequence.lease = self._gate.open_load(LoadKind.FORWARD, leased, room=sequence.key)
         self._take_tickets(sequence)
+        self._agent.note(
+            sequence.key,
+            prompt_tokens=sequence.prompt,
+            cached_tokens=sequence.cached_tokens,
+            host_tokens=sequence.host_tokens,
+        )
         self._agent.counters["host_tokens_loaded"] += sequence.host_tokens
         self._agent.counters["cached_tokens"] += sequence.cached_tokens
         self._agent.counters["prompt_tokens"] += sequence.prompt
