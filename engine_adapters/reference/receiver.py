@@ -88,9 +88,10 @@ class Receiver:
         """Thread-safe; returns at once. Asks the prefill rank at `address` to write the room's prompt here.
 
         `table` (copied) has every full page of the prompt, the window's swa pages and the state slot, and may have
-        pages beyond; `load` is the open `transfer` load over exactly the prompt's. Digests are compared if `load.verify`; `observe`
-        compares too, but a mismatch is only counted and reported. The load is ended here once the room is
-        verified; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's `release`.
+        pages beyond; `load` is the open `transfer` load over exactly the prompt's. Digests are compared if
+        `load.verify`; `observe` compares too, but a mismatch is only counted and reported. The load is ended here
+        once the room is verified; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's
+        `release`.
         """
         pages = self._pools.geometry.pages_for(prompt_tokens)
         swa = {logical: page for logical, page in table.swa.items() if logical < pages}

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Protocol
 
@@ -27,7 +27,7 @@ from dsv4ctl.engine_adapters.reference.peer_wire import (
     PeerAck,
     PeerHello,
 )
-from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.pools import DevicePools, Region
 from dsv4ctl.engine_adapters.reference.receiver import Receiver
 from dsv4ctl.engine_adapters.reference.sender import Sender
 from dsv4ctl.engine_adapters.reference.writes import Writes
@@ -70,6 +70,7 @@ class Transfer:
         log: Log,
         host: str = "127.0.0.1",
         port: int = 0,
+        make_transport: Callable[[str, Sequence[Region], Memory], Transport] = Nixl,
     ) -> None:
         self.bootstrap_port = 0  #: where decode ranks connect; 0 on a decode rank and before `start`
         self.fault: str | None = None  #: why the loop died
@@ -77,6 +78,7 @@ class Transfer:
         self._geometry, self._pools, self._agent = geometry, pools, agent
         self._died, self._log = died, log
         self._host, self._port = host, port
+        self._make_transport = make_transport
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._inbox = Inbox()
@@ -146,7 +148,7 @@ class Transfer:
     async def _serve(self) -> None:
         on_host = self._pools.bytes_of(next(iter(self._pools.specs))).device.type == "cpu"
         memory: Memory = "DRAM" if on_host else "VRAM"
-        self._nixl: Transport = Nixl(self._incarnation, self._pools.regions(), memory)
+        self._nixl = self._make_transport(self._incarnation, self._pools.regions(), memory)
         self._stopping = anyio.Event()
         try:
             async with anyio.create_task_group() as tasks:
