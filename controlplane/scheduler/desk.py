@@ -186,7 +186,7 @@ class RoomDesk:
         for engine in pair.engines:
             peer = next((other for other in pair.engines if other is not engine), None)
             self._open_on(engine, peer, live)
-        self._keep_time(live)
+        self._keep_time(live.room.next_deadline())
         return live
 
     def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom) -> None:
@@ -316,6 +316,7 @@ class RoomDesk:
         entry = rank.aborts.append(effect.key, effect.source, effect.reason)
         due = rank.aborts.due(anyio.current_time())
         self._send_entries(rank, due or [entry], resent=False)
+        self._keep_time(rank.aborts.next_due())
 
     def _send_entries(self, rank: Rank, entries: Iterable[Any], resent: bool) -> None:
         for entry in entries:
@@ -343,7 +344,7 @@ class RoomDesk:
                     self._entered(live, effect.state)
                 case Ended():
                     self._end(live)
-        self._keep_time(live)
+        self._keep_time(live.room.next_deadline())
 
     def _entered(self, live: LiveRoom, state: RoomState) -> None:
         self._telemetry.emit(Event.ROOM_STATE, "debug", **live.fields(), state=state)
@@ -377,9 +378,8 @@ class RoomDesk:
 
     # ---- time -------------------------------------------------------------------------------------
 
-    def _keep_time(self, live: LiveRoom) -> None:
-        """Makes the deadline loop look in time for this room."""
-        due = live.room.next_deadline()
+    def _keep_time(self, due: float | None) -> None:
+        """Makes the deadline loop look at `due` at the latest."""
         if due is not None and due < self._timer.at:
             self._timer.at = due
             self._timer.wake.set()

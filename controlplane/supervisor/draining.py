@@ -73,17 +73,8 @@ def _roles(supervisor: Supervisor, names: list[str]) -> list[tuple[str, str]]:
 
 async def _stop(supervisor: Supervisor, order: Iterable[str]) -> None:
     """Ends engines in order; one that was resumed meanwhile is left alone."""
-    for name in order:
-        engine = supervisor.fleet.engines[name]
-        if engine.ranks and engine.state is not EngineState.DRAINING:
-            continue
-        supervisor.runners[name].stop()
-    await supervisor.changes.until(
-        lambda: (
-            not any(
-                engine.ranks
-                for engine in supervisor.fleet
-                if engine.name in order and engine.state is EngineState.DRAINING
-            )
-        )
-    )
+    engines = [supervisor.fleet.engines[name] for name in order]
+    stopped = [engine for engine in engines if not engine.ranks or engine.state is EngineState.DRAINING]
+    for engine in stopped:
+        supervisor.runners[engine.name].stop()
+    await supervisor.changes.until(lambda: all(engine.state is EngineState.DRAINED for engine in stopped))

@@ -4,16 +4,15 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import AsyncIterator
 from pathlib import Path
 
 import aiohttp
 import anyio
 import pytest
-from running import PATIENCE, Stage, ask, pair_config, post, stage, until
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig
 from dsv4ctl.controlplane.telemetry.events import Event
+from running import PATIENCE, Stage, ask, events_of, pair_config, post, stage, streaming, until
 
 pytestmark = pytest.mark.asyncio
 #: What the machine may add to a bound when it does other things too.
@@ -67,29 +66,19 @@ async def test_a_client_that_leaves_aborts_the_room_on_both_sides(tmp_path: Path
 async def test_a_client_that_leaves_mid_stream_aborts_the_room(tmp_path: Path) -> None:
     """Probe C, while decode streams."""
     async with stage(pair_config(tmp_path)) as running:
-        body = ask(decode={"tokens": 10_000, "interval": 0.01}, stream=True)
-        async with aiohttp.ClientSession() as client:
-            async with client.post(running.url + "/generate", json=body) as answer:
-                await answer.content.readany()
+        async with streaming(running, ask(decode={"tokens": 10_000, "interval": 0.01})) as answer:
+            await answer.content.readany()
         await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
         assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
         await until(lambda: running.ranks["decode0"].running == 0)
 
 
-async def _events(answer: aiohttp.ClientResponse) -> AsyncIterator[str]:
-    async for line in answer.content:
-        if line.startswith(b"data: "):
-            yield line[6:].decode().strip()
-
-
 async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: Path) -> None:
     """Probe D: the reason is kept, no half event reaches the client, nothing claims that the answer is whole."""
     async with stage(pair_config(tmp_path)) as running:
-        body = ask(decode={"tokens": 9, "die_after": 4}, stream=True)
-        async with aiohttp.ClientSession() as client:
-            async with client.post(running.url + "/generate", json=body) as answer:
-                assert answer.status == 200
-                events = [event async for event in _events(answer)]
+        async with streaming(running, ask(decode={"tokens": 9, "die_after": 4})) as answer:
+            assert answer.status == 200
+            events = await events_of(answer)
         texts = [json.loads(event).get("text") for event in events]
         assert texts[:4] == ["0 ", "1 ", "2 ", "3 "]
         assert "decode engine decode0" in json.loads(events[4])["error"]["message"]
@@ -101,16 +90,14 @@ async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: P
 async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Path) -> None:
     """Probe E: SIGTERM during a stream."""
     async with stage(pair_config(tmp_path)) as running:
-        body = ask(decode={"tokens": 20, "interval": 0.05}, stream=True)
-        async with aiohttp.ClientSession() as client:
-            async with client.post(running.url + "/generate", json=body) as answer:
-                await answer.content.readany()
-                running.tasks.start_soon(running.plane.drain, [], None)
-                await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
-                status, _, refused = await post(running, "/generate", ask())
-                assert (status, refused["error"]["code"]) == (503, "draining")
-                assert running.code is None
-                events = [event async for event in _events(answer)]
+        async with streaming(running, ask(decode={"tokens": 20, "interval": 0.05})) as answer:
+            await answer.content.readany()
+            running.tasks.start_soon(running.plane.drain, [], None)
+            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+            status, _, refused = await post(running, "/generate", ask())
+            assert (status, refused["error"]["code"]) == (503, "draining")
+            assert running.code is None
+            events = await events_of(answer)
         assert events[-1] == "[DONE]"
         await until(running.over.is_set)
         assert running.code == 0

@@ -3,7 +3,8 @@
 `python fake_engine.py` runs one as a process (DSV4CTL_ENGINE as for any engine); `FakeRank` runs in a test's
 own loop. A request's field `fake` says what each leg does, by role:
   status: answer with this status; wait: seconds before anything; tokens, interval: the stream;
-  die_after: drop the connection after so many tokens; wedge: stop stepping for ever; silent: never answer.
+  die_after: drop the connection after so many tokens; error_after: say so instead;
+  wedge: stop stepping for ever; silent: never answer; mismatch: report what landed as wrong.
 """
 
 from __future__ import annotations
@@ -13,7 +14,7 @@ import os
 import socket
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -163,10 +164,9 @@ class FakeRank:
             await self.send(AbortAck(frame.key, Quiet.QUIET))
 
     async def send(self, frame: msgspec.Struct) -> None:
-        try:
+        # If the control plane left, `run` is about to end.
+        with suppress(anyio.BrokenResourceError, anyio.ClosedResourceError):
             await self.stream.send(encode(frame))
-        except (anyio.BrokenResourceError, anyio.ClosedResourceError):
-            pass  # the control plane left; `run` is about to end
 
     async def _progress(self, interval: float) -> None:
         while True:
@@ -253,6 +253,9 @@ class FakeRank:
                 assert request.transport is not None
                 await response.write(b'data: {"half of an ev')
                 request.transport.abort()
+                return response
+            if number == does.get("error_after"):
+                await response.write(b'data: {"error": {"message": "told to fail"}}\n\ndata: [DONE]\n\n')
                 return response
             await response.write(b"data: " + json.dumps(_chunk(request.path, token)).encode() + b"\n\n")
             await anyio.sleep(does.get("interval", 0))

@@ -11,11 +11,10 @@ from typing import Any
 
 import aiohttp
 import anyio
-import fake_engine
 import msgspec
 from anyio.abc import TaskGroup
-from fake_engine import FakeRank
 
+import fake_engine
 from dsv4ctl.controlplane.admin.plane import Plane
 from dsv4ctl.controlplane.config.schema import Config, DeadlinesConfig, EngineConfig, GatewayConfig
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Rank
@@ -23,6 +22,7 @@ from dsv4ctl.controlplane.supervisor.process import RankProcess, start
 from dsv4ctl.controlplane.supervisor.run import run
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
+from fake_engine import FakeRank
 
 #: Seconds for a thing that takes milliseconds, on a machine that does other things too.
 PATIENCE = 20.0
@@ -98,6 +98,12 @@ class Stage:
         self.processes: dict[str, FakeProcess] = {}
         self.code: int | None = None
         self.over = anyio.Event()
+
+    def plane_rooms(self) -> list[str]:
+        """Keys of the rooms in flight."""
+        opened = {str(record["room"]) for record in self.telemetry.of(Event.ROOM_OPENED)}
+        ended = self.telemetry.of(Event.ROOM_CLOSED) + self.telemetry.of(Event.ROOM_ABORTED)
+        return sorted(opened - {str(record["room"]) for record in ended})
 
     def log(self, engine: str, what: str) -> list[str]:
         return [of for kind, of in self.ranks[engine].log if kind == what]
@@ -205,22 +211,35 @@ async def staged(config: Config, launch: Callable[[Config, str], Any]) -> AsyncI
 async def until(condition: Callable[[], bool], patience: float = PATIENCE) -> None:
     """Waits for what another task is about to do. Raises TimeoutError."""
     with anyio.fail_after(patience):
-        while not condition():
+        while not condition():  # noqa: ASYNC110 - what is waited for knows nothing of this test
             await anyio.sleep(0.005)
 
 
 async def post(running: Stage, path: str, body: dict[str, Any], **options: Any) -> tuple[int, Any, Any]:
     """Status, headers and decoded body (text where it is no JSON)."""
-    async with aiohttp.ClientSession() as client:
-        async with client.post(running.url + path, json=body, **options) as answer:
-            raw = await answer.read()
-            try:
-                return answer.status, answer.headers, json.loads(raw)
-            except ValueError:
-                return answer.status, answer.headers, raw.decode()
+    url = running.url + path
+    async with aiohttp.ClientSession() as client, client.post(url, json=body, **options) as answer:
+        raw = await answer.read()
+        try:
+            return answer.status, answer.headers, json.loads(raw)
+        except ValueError:
+            return answer.status, answer.headers, raw.decode()
 
 
 def ask(text: str = "hello", **fields: Any) -> dict[str, Any]:
     """A /generate body. `prefill` and `decode` say what those legs do."""
     fake = {role: fields.pop(role) for role in ("prefill", "decode") if role in fields}
     return {"text": text, "sampling_params": {"max_new_tokens": 8}, "fake": fake, **fields}
+
+
+@asynccontextmanager
+async def streaming(running: Stage, body: dict[str, Any]) -> AsyncIterator[aiohttp.ClientResponse]:
+    """The answer to /generate while it comes; leaving the block is a client that leaves."""
+    url = running.url + "/generate"
+    async with aiohttp.ClientSession() as client, client.post(url, json={**body, "stream": True}) as answer:
+        yield answer
+
+
+async def events_of(answer: aiohttp.ClientResponse) -> list[str]:
+    """The data of every event that is left."""
+    return [line[6:].decode().strip() async for line in answer.content if line.startswith(b"data: ")]

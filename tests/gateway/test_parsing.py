@@ -1,0 +1,94 @@
+"""Bodies and event streams, taken apart without a server."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import msgspec
+import pytest
+from hypothesis import given
+from hypothesis import strategies as some
+
+from dsv4ctl.controlplane.gateway.errors import RequestError, message_in
+from dsv4ctl.controlplane.gateway.events import MAX_EVENT_BYTES, EventCutter, EventError, error_in, is_done
+from dsv4ctl.controlplane.gateway.parsing import Parsed, parse
+
+
+def _parse(path: str, body: Any, headers: dict[str, str] | None = None) -> Parsed:
+    return parse(path, msgspec.json.encode(body), headers or {}, "m", "new")
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "tokens"),
+    [
+        ("/generate", {"text": "abc"}, 3),
+        ("/generate", {"text": "é"}, 2),
+        ("/generate", {"input_ids": [1, 2, 3, 4]}, 4),
+        ("/generate", {"input_ids": [[1, 2]]}, 2),
+        ("/v1/completions", {"prompt": ["abc"]}, 3),
+        ("/v1/completions", {"prompt": [1, 2, 3]}, 3),
+    ],
+)
+def test_a_prompts_length_is_estimated_by_its_kind(path: str, body: dict[str, Any], tokens: int) -> None:
+    assert _parse(path, body).tokens == tokens
+
+
+def test_the_body_is_kept_as_it_came() -> None:
+    body = {"model": "m", "prompt": "x", "stream": True, "unknown": {"to": ["us"]}}
+    parsed = _parse("/v1/completions", body)
+    assert parsed.body == body
+    assert parsed.stream
+
+
+def test_the_request_id_comes_from_the_header_then_the_body_then_us() -> None:
+    assert _parse("/generate", {"text": "x", "rid": "b"}, {"x-request-id": "h"}).request_id == "h"
+    assert _parse("/generate", {"text": "x", "rid": "b"}).request_id == "b"
+    assert _parse("/generate", {"text": "x"}).request_id == "new"
+    with pytest.raises(RequestError, match="printable ASCII"):
+        _parse("/generate", {"text": "x", "rid": "line\nbreak"})
+
+
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"\xff", b'{"a": 1} trailing'])
+def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
+    with pytest.raises(RequestError) as refused:
+        parse("/generate", raw, {}, "m", "new")
+    assert (refused.value.status, refused.value.code) == (400, "invalid_json")
+
+
+@pytest.mark.parametrize("prompt", [None, 7, True, [True, False], {"a": 1}, [1.5]])
+def test_a_prompt_of_no_kind_is_refused(prompt: Any) -> None:
+    with pytest.raises(RequestError) as refused:
+        _parse("/generate", {"text": prompt})
+    assert refused.value.param == "text"
+
+
+@given(some.lists(some.binary(min_size=1).filter(lambda b: b"\n" not in b and b"\r" not in b)), some.data())
+def test_events_come_out_whole_however_they_arrive(payloads: list[bytes], data: some.DataObject) -> None:
+    events = [b"data: " + payload + b"\n\n" for payload in payloads]
+    raw = b"".join(events) + b"data: half"
+    cutter, found, at = EventCutter(), [], 0
+    while at < len(raw):
+        step = data.draw(some.integers(1, len(raw)))
+        found += cutter.feed(raw[at : at + step])
+        at += step
+    assert found == events
+
+
+def test_an_event_without_end_is_given_up() -> None:
+    with pytest.raises(EventError):
+        list(EventCutter().feed(b"x" * (MAX_EVENT_BYTES + 1)))
+
+
+def test_done_and_errors_are_told_from_text_about_them() -> None:
+    assert is_done(b"data: [DONE]\n\n")
+    assert not is_done(b'data: {"text": "[DONE]"}\n\n')
+    assert error_in(b'data: {"error": {"message": "x"}}\n\n') == b'{"error": {"message": "x"}}'
+    assert error_in(b'data: {"text": "\\"error\\""}\n\n') is None
+    assert error_in(b'data: {"error": null, "text": ""}\n\n') is None
+
+
+@pytest.mark.parametrize(
+    "raw", [b'{"error": {"message": "m"}}', b'{"error": "m"}', b'{"message": "m"}', b'{"detail": "m"}', b"m\n"]
+)
+def test_an_engines_message_is_found_in_any_shape(raw: bytes) -> None:
+    assert message_in(raw) == "m"
