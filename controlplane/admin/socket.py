@@ -103,8 +103,20 @@ class AdminSocket:
             raise SocketOwnedError(self.path, peer_credentials(probe)[0])
 
     def _unlock(self) -> None:
-        Path(f"{self.path}.lock").unlink(missing_ok=True)
+        _lock_path(self.path).unlink(missing_ok=True)
         os.close(self._lock)
+
+
+def refuse_if_owned(path: Path) -> None:
+    """Raises SocketOwnedError if a living control plane holds the lock. Makes nothing."""
+    try:
+        fd = os.open(_lock_path(path), os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW)
+    except OSError:
+        return  # no lock, or none that is ours to try: taking the socket will tell
+    try:
+        _take(fd, path)
+    finally:
+        os.close(fd)
 
 
 def peer_credentials(connected: socket.socket) -> tuple[int, int]:
@@ -125,21 +137,32 @@ def _own_folder(folder: Path) -> None:
 
 
 def _lock(path: Path) -> int:
-    lock = Path(f"{path}.lock")
+    lock = _lock_path(path)
     while True:
         fd = os.open(lock, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         try:
-            fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError as error:
-            pid = os.pread(fd, 32, 0).strip()
+            _take(fd, path)
+        except SocketOwnedError:
             os.close(fd)
-            raise SocketOwnedError(path, int(pid) if pid.isdigit() else None) from error
+            raise
         # A previous owner may have removed the file between our open and our lock.
         if _identity(lock) == (os.fstat(fd).st_dev, os.fstat(fd).st_ino):
             os.ftruncate(fd, 0)
             os.pwrite(fd, f"{os.getpid()}\n".encode(), 0)
             return fd
         os.close(fd)
+
+
+def _take(fd: int, path: Path) -> None:
+    try:
+        fcntl.flock(fd, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError as error:
+        pid = os.pread(fd, 32, 0).strip()
+        raise SocketOwnedError(path, int(pid) if pid.isdigit() else None) from error
+
+
+def _lock_path(path: Path) -> Path:
+    return Path(f"{path}.lock")
 
 
 def _bind(path: Path) -> socket.socket:

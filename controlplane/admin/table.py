@@ -12,7 +12,7 @@ def table(header: Sequence[str], rows: Iterable[Sequence[Any]], empty: str) -> s
     if not cells:
         return empty
     widths = [max(map(len, column)) for column in zip(header, *cells, strict=True)]
-    right = [all(_numeric(text) for text in column) for column in zip(*cells, strict=True)]
+    right = [_numeric(column) for column in zip(*cells, strict=True)]
     lines = []
     for row in (list(header), *cells):
         padded = (
@@ -56,17 +56,6 @@ def seconds(value: float | None) -> str:
     return f"{hours}h{minutes:02d}m" if hours else f"{minutes}m{rest:02d}s"
 
 
-def size(value: int | None) -> str:
-    """Bytes: `512 B`, `16.0 KiB`, `3.2 MiB`."""
-    if value is None:
-        return "-"
-    amount = float(value)
-    for unit in ("B", "KiB", "MiB", "GiB"):
-        if amount < 1024 or unit == "GiB":
-            return f"{value} B" if unit == "B" else f"{amount:.1f} {unit}"
-        amount /= 1024
-    raise AssertionError("the loop ends at GiB")
-
-
-def _numeric(text: str) -> bool:
-    return text == "-" or text.rstrip("smhKMGiB ").replace(".", "").replace(",", "").isdigit()
+def _numeric(column: Iterable[str]) -> bool:
+    values = [text for text in column if text != "-"]
+    return bool(values) and all(text.rstrip("smhKMGiB ").replace(".", "").isdigit() for text in values)

@@ -11,7 +11,7 @@ import msgspec
 from dsv4ctl.controlplane.admin.plane import Plane
 
 
-class Arguments(msgspec.Struct, forbid_unknown_fields=True):
+class Arguments(msgspec.Struct, forbid_unknown_fields=True, omit_defaults=True):
     """Base of every verb's arguments. Fields are `Annotated` with `argument(...)`."""
 
 

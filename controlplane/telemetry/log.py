@@ -50,6 +50,7 @@ class Telemetry:
         """`fd` None: no lines. `console`: lines for people, else one JSON object a line."""
         self._now = now
         self._threshold = LEVELS[level]
+        self._live_threshold = min(self._threshold, LEVELS["info"])  # however few lines are wanted
         self._render = _console(colors) if console else _json
         self.metrics = Metrics()
         self._hub = Hub(lambda count: self._record(Event.LOG_DROPPED, "warning", {"count": count}))
@@ -64,10 +65,9 @@ class Telemetry:
         """One event. None fields are left out; a RoomKey becomes `room.generation`, an Enum its value."""
         record = self._record(event, level, fields)
         self.metrics.observe(event, record)
-        if LEVELS[level] < self._threshold:
-            return
-        self._hub.publish(record)
-        if self._sink:
+        if LEVELS[level] >= self._live_threshold:
+            self._hub.publish(record)
+        if self._sink and LEVELS[level] >= self._threshold:
             self._sink.put(self._render(record))
 
     def subscribe(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Record]]:

@@ -8,7 +8,7 @@ from pathlib import Path
 from typing import Any
 
 import anyio
-from anyio.from_thread import start_blocking_portal
+from anyio.from_thread import BlockingPortal, start_blocking_portal
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dsv4ctl.controlplane.admin.server import admin_server
@@ -63,6 +63,7 @@ class FakePlane:
         self.left: list[str] = []
         self.error: Exception | None = None
         self.followers = 0
+        self.followed = anyio.Event()
         self.unfollowed = anyio.Event()
 
     async def status(self) -> Json:
@@ -130,6 +131,7 @@ class FakePlane:
         self.followers += 1
         try:
             async with self.telemetry.subscribe() as stream:
+                self.followed.set()
                 yield stream
         finally:
             self.followers -= 1
@@ -145,7 +147,7 @@ async def served(plane: FakePlane, path: Path) -> AsyncIterator[None]:
 
 
 @contextmanager
-def served_from_thread(plane: FakePlane, path: Path) -> Iterator[None]:
+def served_from_thread(plane: FakePlane, path: Path) -> Iterator[BlockingPortal]:
     """The same for a test that is not async: the commands run event loops of their own."""
     with start_blocking_portal() as portal, portal.wrap_async_context_manager(served(plane, path)):
-        yield
+        yield portal

@@ -24,21 +24,29 @@ def sources() -> Iterator[Path]:
 
 
 def bad_emits(source: str) -> list[int]:
-    """Lines of `telemetry.emit(...)` calls whose event is not a member of Event."""
+    """Lines of `telemetry.emit(...)` calls whose event is neither a member of Event nor a parameter of that type."""
+    tree = ast.parse(source)
+    typed = {
+        node.arg
+        for node in ast.walk(tree)
+        if isinstance(node, ast.arg) and node.annotation and ast.unparse(node.annotation) == "Event"
+    }
     return [
         node.lineno
-        for node in ast.walk(ast.parse(source))
+        for node in ast.walk(tree)
         if isinstance(node, ast.Call)
         and isinstance(node.func, ast.Attribute)
         and node.func.attr == "emit"
         and "telemetry" in ast.unparse(node.func.value)
-        and not (node.args and names_event(node.args[0]))
+        and not (node.args and names_event(node.args[0], typed))
     ]
 
 
-def names_event(argument: ast.expr) -> bool:
+def names_event(argument: ast.expr, typed: set[str]) -> bool:
     if isinstance(argument, ast.IfExp):
-        return names_event(argument.body) and names_event(argument.orelse)
+        return names_event(argument.body, typed) and names_event(argument.orelse, typed)
+    if isinstance(argument, ast.Name):
+        return argument.id in typed
     return (
         isinstance(argument, ast.Attribute)
         and isinstance(argument.value, ast.Name)
@@ -70,4 +78,15 @@ def test_every_event_is_used() -> None:
 )
 def test_a_free_name_is_found(call: str) -> None:
     assert bad_emits(call) == [1]
-    assert bad_emits("telemetry.emit(Event.ROOM_CLOSED if ok else Event.ROOM_ABORTED)") == []
+
+
+@pytest.mark.parametrize(
+    "source",
+    [
+        "telemetry.emit(Event.ROOM_CLOSED if ok else Event.ROOM_ABORTED)",
+        "def condemn(event: Event): telemetry.emit(event)",
+        "logger.emit('of another kind')",
+    ],
+)
+def test_a_member_is_no_finding(source: str) -> None:
+    assert bad_emits(source) == []

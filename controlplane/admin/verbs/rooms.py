@@ -10,7 +10,7 @@ from dsv4ctl.controlplane.admin.plane import Json, Plane
 from dsv4ctl.controlplane.admin.verb import Arguments, Verb, argument
 
 #: Shown in another way; the history says what `timings` say.
-_NO_FACTS = frozenset({"room", "generation", "history", "timings", "detail"})
+_NO_FACTS = frozenset({"room", "generation", "history", "timings", "detail", "age_s"})
 
 
 class RoomsArguments(Arguments):
@@ -44,7 +44,7 @@ def render(rooms: Any) -> str:
 
 def _story(room: Json) -> str:
     facts = {name: value for name, value in room.items() if name not in _NO_FACTS}
-    facts |= {"age_s": table.seconds(room["age_s"]), **room["detail"]}
+    facts |= {"age": table.seconds(room["age_s"]), **room["detail"]}
     history = [f"  {entry['at_s']:>9.4f}s  {entry['state']}" for entry in room["history"]]
     return "\n".join([table.pairs(facts), "history", *history])
 

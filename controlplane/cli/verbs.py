@@ -1,0 +1,96 @@
+"""Commands made from the admin verbs."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any, get_origin
+
+import anyio
+import click
+import msgspec
+
+from dsv4ctl.controlplane.admin.client import NoControlPlaneError, connect
+from dsv4ctl.controlplane.admin.errors import EXIT_CODE, AdminError
+from dsv4ctl.controlplane.admin.socket import resolve
+from dsv4ctl.controlplane.admin.verb import JSON, LINES, METRICS, Field, Verb, fields
+from dsv4ctl.controlplane.cli.exits import Exit, Failure
+
+
+class RoomNumber(click.ParamType[int]):
+    """A room as `rooms` lists it: `7.1` (with its generation) or `7`."""
+
+    name = "room"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> int:
+        number, _, generation = str(value).partition(".")
+        if not number.isdecimal() or not (generation or "0").isdecimal():
+            self.fail(f"expected a room number such as 7 or 7.1, found {value!r}", param, ctx)
+        return int(number)
+
+
+ROOM = RoomNumber()
+
+
+def command(verb: Verb[Any]) -> click.Command:
+    """The command of one verb: its arguments, `--json`, and its answer as text for people."""
+
+    @click.pass_obj
+    def call(socket: str | None, /, as_json: bool = False, **given: Any) -> None:
+        absent: tuple[Any, ...] = (None, False, ())
+        arguments = {name: value for name, value in given.items() if not any(value is one for one in absent)}
+        raise SystemExit(_call(verb, socket, arguments, as_json))
+
+    params = [_parameter(field) for field in fields(verb.args)]
+    if verb.content_type != METRICS:
+        what = "Print JSON objects, one a line." if verb.content_type == LINES else "Print the answer as JSON."
+        params.append(click.Option(["--json", "as_json"], is_flag=True, help=what))
+    epilog = f"Example: {verb.example}"
+    return click.Command(verb.name, params=params, callback=call, help=verb.help, epilog=epilog)
+
+
+def _parameter(field: Field) -> click.Parameter:
+    assert field.command is not None
+    many = get_origin(field.kind) is list
+    if field.command.startswith("--"):
+        flag = field.kind is bool
+        return click.Option(
+            [field.command, field.name],
+            type=None if flag or many else field.kind,
+            is_flag=flag,
+            multiple=many,
+            help=field.help,
+        )
+    kind = ROOM if field.command == "ROOM" else None
+    return click.Argument(
+        [field.name], type=kind, metavar=f"[{field.command}]{'...' * many}", required=False, nargs=-1 if many else 1
+    )
+
+
+def _call(verb: Verb[Any], socket: str | None, arguments: Mapping[str, Any], as_json: bool) -> int:
+    try:
+        return anyio.run(_speak, verb, socket, arguments, as_json)
+    except AdminError as error:
+        raise Failure(error.message, Exit(EXIT_CODE[error.code])) from error
+    except NoControlPlaneError as error:
+        raise Failure(str(error), Exit.NOBODY) from error
+    except TimeoutError as error:
+        message = f"the control plane at {resolve(socket)} gave no answer within {verb.timeout:g} s"
+        raise Failure(message, Exit.FAILED) from error
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+async def _speak(verb: Verb[Any], socket: str | None, arguments: Mapping[str, Any], as_json: bool) -> int:
+    async with connect(resolve(socket)) as client:
+        if verb.content_type == LINES:
+            async for line in client.lines(verb.paths[0], arguments):
+                click.echo(line.decode().rstrip("\n") if as_json else verb.render(msgspec.json.decode(line)))
+            return Exit.OK
+        body = await client.call(verb.method, verb.paths[0], arguments, verb.timeout)
+    answer = msgspec.json.decode(body) if verb.content_type == JSON else body.decode()
+    click.echo(pretty(answer) if as_json else verb.render(answer))
+    return verb.exit_code(answer)
+
+
+def pretty(answer: Any) -> str:
+    return msgspec.json.format(msgspec.json.encode(answer), indent=2).decode()
