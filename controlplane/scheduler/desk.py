@@ -5,7 +5,7 @@ from __future__ import annotations
 import secrets
 from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -37,7 +37,7 @@ from dsv4ctl.controlplane.rooms.room import (
     SendAbort,
     StaleReport,
 )
-from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Fleet, Pair, Rank, Sample
 from dsv4ctl.controlplane.scheduler.live import LiveRoom
@@ -227,10 +227,7 @@ class RoomDesk:
                     raise FrameError(str(error)) from error
                 self._telemetry.emit(Event.ABORT_RECEIVED, "debug", **rank.fields(), seq=frame.seq)
             case Quarantined():
-                self._telemetry.emit(
-                    Event.ROOM_QUARANTINED, "error", **self._fields(frame.key), **rank.fields(),
-                    peer=frame.peer, pages=frame.pages,
-                )  # fmt: skip
+                self._quarantined(rank, frame)
             case _:
                 raise FrameError(f"{type(frame).__name__} is not a frame for a connected rank")
 
@@ -269,11 +266,32 @@ class RoomDesk:
             **rank.fields(),
         )  # fmt: skip
         if live is None:
+            if frame.outcome is Quiet.POISONED:
+                self._fence(rank.incarnation, f"room {frame.key}: poisoned, and known to nobody else")
             return
         try:
             self._apply(live, live.room.ack(rank.incarnation, frame.outcome, now))
         except StaleReport as error:
             raise FrameError(str(error)) from error
+
+    def _quarantined(self, rank: Rank, frame: Quarantined) -> None:
+        """The rank holds pages that only the end of `frame.peer` releases: fence it, or say that it is gone."""
+        live = self._live.get(frame.key)
+        if live is not None and frame.peer not in live.room.participants:
+            raise FrameError(f"room {frame.key}: {frame.peer} takes no part in it")
+        self._telemetry.emit(
+            Event.ROOM_QUARANTINED,
+            "error",
+            **self._fields(frame.key),
+            **rank.fields(),
+            peer=frame.peer,
+            pages=frame.pages,
+        )
+        if self._fleet.rank(frame.peer) is not None:
+            self._fence(frame.peer, f"room {frame.key}: {rank.engine} has no ack of it")
+        elif rank.link is not None:
+            with suppress(LinkLostError):  # then the rank itself is about to be fenced
+                rank.link.send(Fenced(frame.peer))
 
     # ---- engines that fail ------------------------------------------------------------------------
 

@@ -115,6 +115,26 @@ async def test_a_poisoned_room_is_released_only_by_a_fence(tmp_path: Path) -> No
         assert order.index(Event.ENGINE_FENCED) < order.index(Event.ROOM_ABORTED)
 
 
+async def test_quarantined_pages_are_released_by_fencing_the_writer_they_wait_for(tmp_path: Path) -> None:
+    """The writer believes that it acknowledged; the reader never heard it. Only the writer's end settles it."""
+    async with stage(pair_config(tmp_path)) as running:
+        writer, reader = running.ranks["prefill0"], running.ranks["decode0"]
+        gone = RoomKey(12345, 1)
+        await reader.send(Quarantined(gone, writer.incarnation, {"full": 3}))
+        await until(lambda: running.log("decode0", "fenced") == [writer.incarnation])
+        assert running.ranks["decode0"] is reader
+        # One that is gone already: the rank is told again, nobody is killed.
+        await reader.send(Quarantined(gone, writer.incarnation, {"full": 3}))
+        await until(lambda: running.log("decode0", "fenced") == [writer.incarnation] * 2)
+
+
+async def test_a_poisoned_ack_of_an_ended_room_still_fences(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        writer = running.ranks["prefill0"]
+        await writer.send(AbortAck(RoomKey(12345, 1), Quiet.POISONED))
+        await until(lambda: running.log("decode0", "fenced") == [writer.incarnation])
+
+
 async def test_aborts_are_sent_again_until_received(tmp_path: Path) -> None:
     """The first `Received` is lost; the rank meets the same abort again and must not ack it twice."""
     lost: list[int] = []
