@@ -91,8 +91,12 @@ async def _main(config: Config, telemetry: Telemetry, once: bool) -> int:
             print(f"serving at {gateway} until Ctrl-C; `dsv4ctl status` looks inside")
 
     async with anyio.create_task_group() as tasks:
+
+        def ready(plane: Plane) -> None:
+            tasks.start_soon(show, plane)
+
         tasks.start_soon(_progress, telemetry)
-        code = await run(config, telemetry=telemetry, ready=lambda plane: tasks.start_soon(show, plane))
+        code = await run(config, telemetry=telemetry, ready=ready)
         tasks.cancel_scope.cancel()
     return code if works else 1
 
@@ -155,10 +159,9 @@ def _held(engine: dict[str, Any]) -> int:
     )
 
 
-def _asker(
-    session: aiohttp.ClientSession, plane: Plane, model: str
-) -> Callable[[str, str], Awaitable[Answer]]:
-    print(f"\n{'request':<20}{'room':<26}{'state':<8}{'prompt':>7}{'cached':>7}{'loaded':>7}{'digests':>9}{'first':>9}{'all':>9}")
+def _asker(session: aiohttp.ClientSession, plane: Plane, model: str) -> Callable[[str, str], Awaitable[Answer]]:
+    counts = f"{'prompt':>7}{'cached':>7}{'loaded':>7}{'digests':>9}{'first':>9}{'all':>9}"
+    print(f"\n{'request':<20}{'room':<26}{'state':<8}{counts}")
 
     async def ask(name: str, prompt: str) -> Answer:
         began = time.monotonic()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from functools import partial
 
 import anyio
 
@@ -26,15 +25,18 @@ def main() -> int:
     def end(reason: str) -> None:
         """From any thread, at once: pages, threads and NIXL's registrations go with the process."""
         log("engine.ended", "warning", reason=reason)
-        os._exit(EXIT_FAILED)
+        os._exit(EXIT_FAILED)  # noqa: TID251 - a thread may be stuck in native code; nothing here outlives the process
 
-    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))
+    signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # noqa: TID251 - the supervisor has drained us
     engine = Engine(launch, options, log, end)
     engine.start()
 
     async def run() -> None:
         async with anyio.create_task_group() as tasks:
-            ready = partial(tasks.start_soon, _report, engine, options.host)
+
+            def ready(port: int) -> None:
+                tasks.start_soon(_report, engine, options.host, port)
+
             await serve(
                 engine,
                 options.role,

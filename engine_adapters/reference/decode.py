@@ -10,8 +10,8 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import Load
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
-from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 from dsv4ctl.engine_adapters.reference.tokenizer import EOS
@@ -23,7 +23,13 @@ class Inbox(Protocol):
     """What decode hands to the transfer half: a room whose pages are ready to be written."""
 
     def expect(
-        self, opening: OpenRoom, table: PageTable, prompt_tokens: int, load: Load, address: tuple[str, int], observe: bool
+        self,
+        opening: OpenRoom,
+        table: PageTable,
+        prompt_tokens: int,
+        load: Load,
+        address: tuple[str, int],
+        observe: bool,
     ) -> None: ...
 
 
@@ -154,5 +160,6 @@ class Decode:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """The last token is out. Raises Refusal or UnknownRoomError if the room was aborted meanwhile."""
-        self._agent.apply(sequence.key, lambda reader: [*reader.forward_end(), *reader.finished()])
+        # `finished` comes first: it refuses on an aborted room, and then the forward is ended by its drop alone.
+        self._agent.apply(sequence.key, lambda reader: [*reader.finished(), *reader.forward_end()])
         sequence.finish(reason)

@@ -78,9 +78,7 @@ class Engine:
         self._loops: dict[str, LoopStatus] = {}
         self._role = Role(options.role)
         reference = options.reference
-        self.geometry = ModelGeometry(
-            index_k_dtype=reference.index_k_dtype, context_tokens=reference.context_tokens
-        )
+        self.geometry = ModelGeometry(index_k_dtype=reference.index_k_dtype, context_tokens=reference.context_tokens)
         pages = {"full": reference.device_pages, "swa": reference.device_pages, "state": reference.state_slots}
         host_pages = dict.fromkeys(pages, options.hicache.pages) if self._has_hicache else {}
         self._pages = {**pages, **{HOST + space: count for space, count in host_pages.items()}}
@@ -104,9 +102,7 @@ class Engine:
     def _make_gate(self, launch: LaunchRequest) -> Gate:
         specs = pool_specs(self.geometry)
         spaces = {
-            space: SpaceSpec(
-                count, tuple(n for n, spec in specs.items() if spec.space == space.removeprefix(HOST))
-            )
+            space: SpaceSpec(count, tuple(n for n, spec in specs.items() if spec.space == space.removeprefix(HOST)))
             for space, count in self._pages.items()
         }
         gate = Gate(spaces, self.geometry.layers, Ring(time.monotonic_ns))
@@ -165,9 +161,7 @@ class Engine:
         if self._role is not Role.PREFILL:
             inbox = None if self._transfer is None else self._transfer.receiver
             decode = Decode(self._agent, self._pools, inbox)
-        return StepLoop(
-            self._agent, self._model, prefill, decode, self._hicache, self._options.reference.max_batch
-        )
+        return StepLoop(self._agent, self._model, prefill, decode, self._hicache, self._options.reference.max_batch)
 
     def link_geometry(self) -> Geometry:
         pools = tuple(
@@ -387,7 +381,8 @@ class Engine:
             )
         pages = self.geometry.pages_for(prompt + new)
         if pages > self._pages["full"]:
-            raise RequestRefusedError(f"{prompt + new} tokens need {pages} pages, this engine has {self._pages['full']}")
+            have = self._pages["full"]
+            raise RequestRefusedError(f"{prompt + new} tokens need {pages} pages, this engine has {have}")
 
     def abort(self, rid: str | None, reason: str) -> int:
         chosen = [s for s in list(self._live.values()) if rid is None or s.request.rid.startswith(rid)]

@@ -82,11 +82,8 @@ def paced_gbps(geometry: Geometry, layer_seconds: Sequence[float]) -> float:
     host's bandwidth shared; a layer of a 256-token chunk is about 0.4 ms (155 GFLOP at 400 TFLOP/s). Our prompts
     are shorter, so that `LOAD_PAGES` pages stand for those 312.
     """
-    bytes_by_layer = [
-        sum(spec.page_bytes for spec in pool_specs(geometry).values() if spec.space == "full" and layer in spec.model_layers)
-        for layer in range(geometry.layers)
-    ]
-    return LOAD_PAGES * sum(bytes_by_layer) / sum(layer_seconds) / 1e9
+    page = sum(s.page_bytes * len(s.model_layers) for s in pool_specs(geometry).values() if s.space == "full")
+    return LOAD_PAGES * page / sum(layer_seconds) / 1e9
 
 
 class HiCache:

@@ -15,13 +15,12 @@ from dsv4ctl.engine_adapters.reference.cache import HOST, Node, PrefixCache
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page, fold_pages
 from dsv4ctl.engine_adapters.reference.geometry import SPACES
 from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob, Piece
-from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sender import SealedChunk
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import ATTENTION_POOLS, INDEXER_POOLS, Sequence
-from dsv4ctl.policies.hicache import WriteThrough
-
+from dsv4ctl.policies.hicache import HiCache as HiCachePolicy
 
 #: Within a layer, the spaces of a HiCache load land in this order.
 LOAD_ORDER = ("state", "swa", "full")
@@ -44,7 +43,7 @@ class Prefill:
         pools: DevicePools,
         cache: PrefixCache,
         hicache: HiCache | None,
-        policy: WriteThrough,
+        policy: HiCachePolicy,
         outbox: Outbox | None,
         load_failed: Callable[[tuple[Node, ...], str], None],
     ) -> None:
@@ -285,9 +284,7 @@ class Prefill:
         for node in sequence.path:
             self._send(sequence, node.logical, node.device["full"], node.device.get("swa"), None)
 
-    def _send(
-        self, sequence: Sequence, logical: int, full: Extent, swa: Extent | None, state: Extent | None
-    ) -> None:
+    def _send(self, sequence: Sequence, logical: int, full: Extent, swa: Extent | None, state: Extent | None) -> None:
         assert self._outbox is not None
         extents = tuple(extent for extent in (full, swa, state) if extent is not None)
         self._outbox.chunk(sequence.key, SealedChunk(logical, extents, sequence.digests[logical]))

@@ -5,6 +5,7 @@ What other threads want of it comes through one mailbox and is applied between t
 
 from __future__ import annotations
 
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
@@ -19,8 +20,8 @@ from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.reference.decode import Decode
 from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob
 from dsv4ctl.engine_adapters.reference.model import Model
-from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.sequence import Chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 
@@ -160,9 +161,7 @@ class StepLoop:
         assert self._decode is not None
         return self._decode.chunk(sequence)
 
-    def _forward_layer(
-        self, layer: int, sequence: Sequence, chunk: Chunk, hidden: dict[int, torch.Tensor]
-    ) -> None:
+    def _forward_layer(self, layer: int, sequence: Sequence, chunk: Chunk, hidden: dict[int, torch.Tensor]) -> None:
         try:
             hidden[id(sequence)] = self._model.forward_layer(layer, hidden[id(sequence)], chunk, sequence.read)
         except TicketRevokedError as error:
@@ -192,15 +191,17 @@ class StepLoop:
 
     def _prompt_done(self, sequence: Sequence, first_token: int) -> None:
         assert self._prefill is not None
-        self.prefilling.remove(sequence)
         self._agent.note(sequence.key, sealed=self._prefill.sealed(sequence))
         if self._decode is None:
+            self.prefilling.remove(sequence)
             self._prefill.hand_over(sequence, first_token)
             sequence.emit(first_token)
             sequence.finish("length")
             self._agent.apply(sequence.key, lambda writer: writer.forward_end())
             return
+        # Refused on an aborted room: the sequence stays where its drop finds it.
         self._agent.apply(sequence.key, lambda reader: reader.decoding())
+        self.prefilling.remove(sequence)
         self.decoding.append(sequence)
         sequence.emit(first_token)
         self._finish_if_over(sequence)
@@ -235,7 +236,5 @@ class StepLoop:
                 queue.remove(sequence)
         self.transferring.pop(sequence.key.room, None)
         if running:
-            try:
+            with contextlib.suppress(UnknownRoomError):  # it ended already
                 self._agent.apply(sequence.key, lambda half: half.forward_end())
-            except UnknownRoomError:
-                pass  # it ended already
