@@ -8,22 +8,28 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Gauge, Histogram, generate_latest
+from prometheus_client import (
+    CollectorRegistry,
+    Counter,
+    Gauge,
+    Histogram,
+    disable_created_metrics,
+    generate_latest,
+)
 
 from dsv4ctl.controlplane.telemetry.events import Event
 
 PREFIX = "dsv4ctl:"
+disable_created_metrics()  # type: ignore[no-untyped-call] # no second series beside every counter
 #: Seconds: from one layer's copy to a long decode.
 SECONDS = (0.001, 0.005, 0.01, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 300)
 
-#: Metric by the queue of a rank that it shows, as SGLang names both.
+#: By role and queue of an engine: the name that SGLang gives to the same queue.
 QUEUES = {
-    "prefill_bootstrap": "num_prefill_bootstrap_queue_reqs",
-    "prefill_inflight": "num_prefill_inflight_queue_reqs",
-    "decode_prealloc": "num_decode_prealloc_queue_reqs",
-    "decode_transfer": "num_decode_transfer_queue_reqs",
-    "waiting": "num_queue_reqs",
-    "running": "num_running_reqs",
+    ("prefill", "waiting"): "num_prefill_bootstrap_queue_reqs",
+    ("prefill", "transferring"): "num_prefill_inflight_queue_reqs",
+    ("decode", "waiting"): "num_decode_prealloc_queue_reqs",
+    ("decode", "transferring"): "num_decode_transfer_queue_reqs",
 }
 PAGE_KINDS = ("owned", "leased", "retiring", "quarantined")
 
@@ -50,9 +56,11 @@ class Metrics:
         self._engine = self._gauge("engine_state", "1 for the state an engine is in", "engine", "role", "state")
         self._pages = self._gauge("pages", "Pages of a rank by space and kind", "engine", "rank", "space", "kind")
         self._tickets = self._gauge("tickets", "Live tickets of a rank", "engine", "rank")
+        self._queue = self._gauge("queue_reqs", "Requests in a queue of an engine", "engine", "queue")
         self._queues = {
-            queue: self._gauge(name, f"Queue {queue} of an engine", "engine") for queue, name in QUEUES.items()
+            key: self._gauge(name, f"Requests {key[1]} on a {key[0]} engine", "engine") for key, name in QUEUES.items()
         }
+        self._work = self._gauge("engine_counter", "What an engine's process counted since it began", "engine", "name")
         self._observers: dict[Event, Callable[[Mapping[str, Any]], None]] = {
             Event.GATEWAY_REQUEST: self._on_request,
             Event.GATEWAY_REFUSED: lambda fields: self._refused.labels(fields.get("code", "")).inc(),
@@ -73,7 +81,8 @@ class Metrics:
 
     def render(self, status: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> bytes:
         """The text exposition; gauges are set from `Plane.status()` and `Plane.engines()`."""
-        for gauge in (self._rooms, self._engine, self._pages, self._tickets, *self._queues.values()):
+        gauges = (self._rooms, self._engine, self._pages, self._tickets, self._queue, self._work)
+        for gauge in (*gauges, *self._queues.values()):
             gauge.clear()
         for state, count in status.get("rooms", {}).items():
             self._rooms.labels(state).set(count)
@@ -85,8 +94,11 @@ class Metrics:
         name = engine["name"]
         self._engine.labels(name, engine["role"], engine["state"]).set(1)
         for queue, length in (engine.get("queues") or {}).items():
-            if queue in self._queues:
-                self._queues[queue].labels(name).set(length)
+            self._queue.labels(name, queue).set(length)
+            if (engine["role"], queue) in self._queues:
+                self._queues[engine["role"], queue].labels(name).set(length)
+        for what, count in (engine.get("counters") or {}).items():
+            self._work.labels(name, what).set(count)
         for rank, ledger in (engine.get("ledger") or {}).items():
             self._tickets.labels(name, rank).set(ledger.get("tickets", 0))
             for kind in PAGE_KINDS:

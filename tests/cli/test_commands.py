@@ -59,7 +59,7 @@ def test_engines_rooms_and_tickets_as_tables(plane: FakePlane, dsv4ctl: Any) -> 
         *("engine", "role", "state", "pid", "url", "restarts", "tickets", "leased", "quarantined", "queues")
     ]
     assert engines[2].split()[:3] == ["decode0", "decode", "ready"]
-    assert engines[2].endswith("decode_transfer=3")
+    assert engines[2].endswith("transferring=3")
 
     rooms = dsv4ctl("rooms").output.splitlines()
     assert rooms[1].split() == ["7.1", "sending", "0.25s", "prefill0", "decode0", "req-7", "-"]

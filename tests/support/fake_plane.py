@@ -29,7 +29,7 @@ def engine(name: str, role: str) -> Json:
         "incarnations": [f"{name}-0-1"],
         "url": "http://127.0.0.1:31000",
         "restarts": 0,
-        "queues": {"waiting": 0, "decode_transfer": 3},
+        "queues": {"waiting": 0, "transferring": 3},
         "ledger": {"0": LEDGER},
         "loops": {},
     }

@@ -9,7 +9,8 @@ ENGINE = {
     "name": "decode0",
     "role": "decode",
     "state": "ready",
-    "queues": {"decode_transfer": 3, "unknown_queue": 9},
+    "queues": {"transferring": 3, "decoding": 9},
+    "counters": {"tokens_out": 41},
     "ledger": {"0": {"tickets": 4, "pages_owned": {"full": 12}, "pages_quarantined": {"full": 2}}},
 }
 
@@ -43,6 +44,9 @@ def test_gauges_are_what_the_plane_says_now() -> None:
     assert 'dsv4ctl:rooms{state="sending"} 2.0' in first
     assert 'dsv4ctl:num_decode_transfer_queue_reqs{engine="decode0"} 3.0' in first
     assert 'dsv4ctl:pages{engine="decode0",kind="quarantined",rank="0",space="full"} 2.0' in first
+    assert 'dsv4ctl:queue_reqs{engine="decode0",queue="decoding"} 9.0' in first
+    assert 'dsv4ctl:engine_counter{engine="decode0",name="tokens_out"} 41.0' in first
+    assert "_created" not in first
     assert 'dsv4ctl:tickets{engine="decode0",rank="0"} 4.0' in first
     second = metrics.render({"rooms": {}}, [{**ENGINE, "state": "drained"}]).decode()
     assert "sending" not in second, "a state that no room is in any more is not shown for ever"
