@@ -32,6 +32,7 @@ CROWDING_OUT = "Nothing here is worth keeping. " * 260
 DEVICE_PAGES = 36
 #: No answer of the demonstration takes longer than this; then it has failed.
 ANSWER_SECONDS = 60.0
+ENDED = ("closed", "aborted")
 _PROGRESS = {Event.ENGINE_STARTED, Event.ENGINE_READY, Event.START_READY}
 
 
@@ -139,7 +140,7 @@ async def demonstrate(plane: Plane) -> bool:
 async def _at_rest(plane: Plane) -> dict[str, bool]:
     """Nothing may be left of ended rooms; the engines' last reports may still be on their way."""
     with anyio.move_on_after(5):
-        while any(_held(engine) for engine in await plane.engines()):
+        while any(_held(engine) for engine in await plane.engines()):  # noqa: ASYNC110 - they report at their pace
             await anyio.sleep(0.05)
     engines = await plane.engines()
     for engine in engines:
@@ -180,9 +181,9 @@ def _asker(session: aiohttp.ClientSession, plane: Plane, model: str) -> Callable
         answer = Answer(name, "".join(pieces), room, first, time.monotonic() - began)
         detail = answer.detail
         print(
-            f"{name:<20}{key:<26}{room.get('state', '?'):<8}{detail.get('prompt_tokens', 0):>7}"
-            f"{detail.get('cached_tokens', 0):>7}{detail.get('host_tokens', 0):>7}{detail.get('digests_compared', 0):>9}"
-            f"{first:>8.3f}s{answer.total_s:>8.3f}s",
+            f"{name:<20}{key:<26}{room.get('state', '?'):<8}"
+            f"{detail.get('prompt_tokens', 0):>7}{detail.get('cached_tokens', 0):>7}{detail.get('host_tokens', 0):>7}"
+            f"{detail.get('digests_compared', 0):>9}{first:>8.3f}s{answer.total_s:>8.3f}s",
             flush=True,
         )
         return answer
@@ -194,7 +195,7 @@ async def _ended(plane: Plane, room: int) -> dict[str, Any]:
     """The room once both sides closed it, which is just after the client's last byte."""
     found: dict[str, Any] = {}
     with anyio.move_on_after(5):
-        while (found := (await plane.rooms(room))[-1])["state"] not in ("closed", "aborted"):
+        while (found := (await plane.rooms(room))[-1])["state"] not in ENDED:  # noqa: ASYNC110 - no notification
             await anyio.sleep(0.01)
     return found
 
