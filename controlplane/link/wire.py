@@ -141,7 +141,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     """Sent every `progress_interval`, and at once when `work` becomes 0 or a loop dies."""
 
     steps: int  #: forward steps since start
-    work: int  #: runnable things: requests waiting, running, transfers pending
+    work: int  #: what the rank could go on with by itself: requests waiting or running, not those that wait for a peer
     queues: dict[str, int]
     ledger: LedgerCounts
     loops: dict[str, LoopStatus]

@@ -8,8 +8,6 @@ from typing import NamedTuple
 
 from dsv4ctl.controlplane.link.wire import Progress
 
-#: Queues that only a peer can shorten: rooms in them have their own deadlines, and are no runnable work.
-PEER_QUEUES = ("prefill_bootstrap", "prefill_inflight", "decode_prealloc", "decode_transfer")
 #: Counters that move when work is done, beside forward steps. Queue lengths do not count: arrivals
 #: and clients that give up change them on a wedged engine too.
 WORK_COUNTERS = ("tokens_out", "host_tokens_loaded", "digests_compared")
@@ -40,11 +38,11 @@ def judge(history: Sequence[tuple[float, Progress]], now: float, wedge: float) -
             return Verdict(State.WEDGED, f"loop {name} died: {loop.error}")
     if now - last_at >= wedge:
         return Verdict(State.WEDGED, f"no progress report for {now - last_at:.1f} s")
-    if runnable(last) == 0:
+    if last.work == 0:
         return Verdict(State.IDLE)
     since = last_at
     for at, report in reversed(history):
-        if runnable(report) == 0 or _done(report) != _done(last):
+        if report.work == 0 or _done(report) != _done(last):
             break
         since = at
     if now - since < wedge:
@@ -52,14 +50,9 @@ def judge(history: Sequence[tuple[float, Progress]], now: float, wedge: float) -
     queues = ", ".join(f"{name} {length}" for name, length in last.queues.items() if length)
     return Verdict(
         State.WEDGED,
-        f"{runnable(last)} runnable and nothing done for {now - since:.1f} s: "
+        f"{last.work} runnable and nothing done for {now - since:.1f} s: "
         f"{last.steps} steps since start, queues {queues or 'empty'}",
     )
-
-
-def runnable(report: Progress) -> int:
-    """Work that needs nobody else."""
-    return max(0, report.work - sum(report.queues.get(name, 0) for name in PEER_QUEUES))
 
 
 def _done(report: Progress) -> tuple[int, ...]:

@@ -52,8 +52,9 @@ def test_arrivals_and_clients_that_give_up_are_no_progress() -> None:
     assert judge(history, 8.0, WEDGE).state is State.WEDGED
 
 
-def test_rooms_that_wait_for_a_peer_are_no_runnable_work() -> None:
-    waiting = _report(41, 4, queues={"decode_prealloc": 1, "decode_transfer": 3})
+def test_rooms_that_wait_for_a_peer_are_not_counted_as_work() -> None:
+    """`work` is what the rank could go on with by itself; those rooms have deadlines of their own."""
+    waiting = _report(41, 0, queues={"transferring": 3})
     assert judge(_history(*[waiting] * 60), 59.0, WEDGE).state is State.IDLE
 
 
