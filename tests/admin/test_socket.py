@@ -14,7 +14,7 @@ from pathlib import Path
 
 import pytest
 
-from dsv4ctl.controlplane.admin.socket import AdminSocket, SocketError, SocketOwnedError, default_path
+from dsv4ctl.controlplane.admin.socket import AdminSocket, SocketError, SocketOwnedError, default_path, refuse_if_owned
 
 OWNER = """
 import sys
@@ -70,6 +70,18 @@ def test_a_live_socket_without_a_lock_is_not_taken(tmp_path: Path) -> None:
         with pytest.raises(SocketOwnedError) as caught:
             AdminSocket(path)
     assert caught.value.pid == process.pid
+
+
+def test_an_owner_that_does_not_listen_yet_is_an_owner(tmp_path: Path) -> None:
+    path = tmp_path / "s"
+    owned = AdminSocket(path)
+    for take in (AdminSocket, refuse_if_owned):
+        with pytest.raises(SocketOwnedError) as caught:
+            take(path)
+        assert caught.value.pid == os.getpid()
+    owned.close()
+    refuse_if_owned(path)
+    assert list(tmp_path.iterdir()) == [], "looking makes nothing"
 
 
 def test_after_a_close_it_can_be_had_again(tmp_path: Path) -> None:

@@ -81,7 +81,10 @@ def test_json_lines_readiness_and_a_drain_by_signal(tmp_path: Path, file: Path) 
 
 
 def test_a_second_start_names_the_firsts_pid(tmp_path: Path, file: Path) -> None:
-    with started(tmp_path, file) as process:
+    with started(tmp_path, file) as process, socket.socket() as gateway:
+        gateway.bind(("127.0.0.1", 0))
+        gateway.listen()
+        file.write_text(CONFIG.format(port=gateway.getsockname()[1]))  # taken too, but that is not the reason
         (line,) = refused(tmp_path, file, code=4)
     who = f"a control plane (pid {process.pid}) already runs on {tmp_path / 's'}"
     assert line == f"dsv4ctl: {who}; stop it, or give another --socket"
