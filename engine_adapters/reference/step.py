@@ -25,6 +25,8 @@ from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.sequence import Chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 
+#: Seconds between two looks for pages while a sequence waits for them and nothing runs.
+_LOOK_AGAIN_SECONDS = 0.01
 #: The room went away while its sequence was here: it is dropped by its own message.
 GONE = (Refusal, UnknownRoomError)
 
@@ -104,8 +106,10 @@ class StepLoop:
 
     def _read_mail(self, wait: bool) -> None:
         with self._wakeup:
-            # No deadline: whatever could give this loop work posts a message.
-            self._wakeup.wait_for(lambda: bool(self._mail) or not wait or self._stopping)
+            # Whatever gives this loop work posts a message - except a page that comes back: any thread may be its
+            # last user, so whoever waits for pages looks again. With nobody waiting there is no deadline.
+            again = _LOOK_AGAIN_SECONDS if self.waiting else None
+            self._wakeup.wait_for(lambda: bool(self._mail) or not wait or self._stopping, again)
             mail, self._mail = self._mail, deque()
         for message in mail:
             message()
@@ -143,7 +147,9 @@ class StepLoop:
         hidden = {id(sequence): self._model.embed(chunk) for sequence, chunk in batch}
         for layer in range(self._model.geometry.layers):
             for sequence, chunk in batch:
-                if id(sequence) in hidden:
+                if sequence.finished:  # aborted: what it computes goes nowhere, and its peer waits for this step's end
+                    hidden.pop(id(sequence), None)
+                elif id(sequence) in hidden:
                     self._forward_layer(layer, sequence, chunk, hidden)
         self.steps += 1
         backups: list[BackupJob] = []
