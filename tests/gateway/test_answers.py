@@ -12,9 +12,9 @@ import anyio
 import openai
 import pytest
 
-from dsv4ctl.controlplane.config.schema import EngineConfig, GatewayConfig, LimitsConfig
+from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, GatewayConfig, LimitsConfig
 from dsv4ctl.controlplane.telemetry.events import Event
-from fake_engine import CONTEXT_TOKENS
+from fake_engine import CONTEXT_TOKENS, FakeRank
 from running import Stage, ask, events_of, pair_config, post, stage, streaming, until
 
 pytestmark = pytest.mark.asyncio
@@ -223,6 +223,28 @@ async def test_abort_request_aborts_by_id_and_all(tmp_path: Path) -> None:
         assert answers == [(499, "room aborted: asked by /abort_request")] * 3
         status, _, _ = await post(running, "/abort_request", {})
         assert status == 400
+
+
+async def test_an_abort_answers_its_client_even_if_no_engine_reacts(tmp_path: Path) -> None:
+    def deaf(rank: FakeRank) -> None:
+        rank.deaf = True
+
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=600.0, ack=600.0))
+    async with stage(config, deaf) as running:
+        answers: list[tuple[int, Any]] = []
+
+        async def hang() -> None:
+            body = ask(prefill={"silent": True}, decode={"silent": True})
+            status, _, answer = await post(running, "/generate", body)
+            answers.append((status, answer["error"]["message"]))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(hang)
+            await until(lambda: all(rank.running for rank in running.ranks.values()))
+            await running.plane.abort(None, "the operator says so")
+            await until(lambda: bool(answers))
+        assert answers == [(499, "room aborted: the operator says so")]
+        assert running.telemetry.of(Event.ROOM_ABORTED) == []
 
 
 async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path) -> None:

@@ -19,10 +19,12 @@ pytestmark = pytest.mark.asyncio
 ALLOWANCE = 1.0
 
 
-async def _quiet_on_both_sides(running: Stage) -> None:
-    """The one room there is was aborted, acknowledged by both ranks, and no leg of it is left."""
+async def _quiet_on_both_sides(running: Stage, source: str) -> None:
+    """The one room there is was aborted for this `source`, acknowledged by both ranks, and no leg of it is left."""
     await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
-    key = str(running.telemetry.of(Event.ROOM_ABORTED)[0]["room"])
+    (aborted,) = running.telemetry.of(Event.ROOM_ABORTED)
+    assert aborted["source"].value == source
+    key = str(aborted["room"])
     for engine in ("prefill0", "decode0"):
         assert running.log(engine, "abort") == [key]
         assert running.ranks[engine].running == 0
@@ -42,7 +44,7 @@ async def test_a_failing_leg_answers_the_client_and_ends_its_sibling(
         assert status == 500
         assert f"{failing} engine {failing}0 answered 500: told to answer 500" in answer["error"]["message"]
         assert took < 0.1 + ALLOWANCE
-        await _quiet_on_both_sides(running)
+        await _quiet_on_both_sides(running, "engine_fault")
         assert len(running.log(f"{waiting}0", "leg_cancelled")) == 1
 
 
@@ -58,9 +60,8 @@ async def test_a_client_that_leaves_aborts_the_room_on_both_sides(tmp_path: Path
                     await until(lambda: running.ranks["prefill0"].running == 1)
                     leaving.cancel()
         left = time.monotonic()
-        await _quiet_on_both_sides(running)
+        await _quiet_on_both_sides(running, "client")
         assert time.monotonic() - left < 1.0 + ALLOWANCE
-        assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
 
 
 async def test_a_client_that_leaves_mid_stream_aborts_the_room(tmp_path: Path) -> None:
@@ -73,10 +74,11 @@ async def test_a_client_that_leaves_mid_stream_aborts_the_room(tmp_path: Path) -
         await until(lambda: running.ranks["decode0"].running == 0)
 
 
-async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: Path) -> None:
+@pytest.mark.parametrize("how", ["die_after", "end_after"])
+async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: Path, how: str) -> None:
     """Probe D: the reason is kept, no half event reaches the client, nothing claims that the answer is whole."""
     async with stage(pair_config(tmp_path)) as running:
-        async with streaming(running, ask(decode={"tokens": 9, "die_after": 4})) as answer:
+        async with streaming(running, ask(decode={"tokens": 9, how: 4})) as answer:
             assert answer.status == 200
             events = await events_of(answer)
         texts = [json.loads(event).get("text") for event in events]

@@ -97,6 +97,30 @@ async def test_a_killed_engine_costs_its_rooms_and_serves_again(tmp_path: Path, 
         assert (entry["state"], entry["restarts"]) == ("ready", 1)
 
 
+async def test_clients_of_a_dead_engine_do_not_wait_until_it_is_reaped(tmp_path: Path) -> None:
+    """The answer comes at once; the room ends, and its pages may be reused, only after the reaping."""
+    async with stage(pair_config(tmp_path)) as running:
+        answers: list[int] = []
+
+        async def request() -> None:
+            body = ask(prefill={"silent": True}, decode={"silent": True})
+            answers.append((await post(running, "/generate", body))[0])
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request)
+            await until(lambda: all(rank.running for rank in running.ranks.values()))
+            dying = running.processes["decode0"]
+            dying.reapable = anyio.Event()
+            dying.kill()
+            await until(lambda: bool(answers))
+        assert answers == [502]
+        await until(lambda: bool(running.telemetry.of(Event.ABORT_ACKED)))
+        assert running.telemetry.of(Event.ROOM_ABORTED) == []
+        assert running.log("prefill0", "fenced") == []
+        dying.reapable.set()
+        await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
+
+
 async def test_a_stopped_engine_is_found_killed_and_reaped(tmp_path: Path) -> None:
     """SIGSTOP: it holds its sockets and says nothing. The watchdog finds it, SIGKILL works on it."""
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(wedge=1.5, ack=1.0, fence=5.0))

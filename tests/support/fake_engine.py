@@ -3,7 +3,8 @@
 `python fake_engine.py` runs one as a process (DSV4CTL_ENGINE as for any engine); `FakeRank` runs in a test's
 own loop. A request's field `fake` says what each leg does, by role:
   status: answer with this status; wait: seconds before anything; tokens, interval: the stream;
-  die_after: drop the connection after so many tokens; error_after: say so instead;
+  die_after: drop the connection after so many tokens; error_after, end_after: say so, or
+  end the stream without a word, instead;
   wedge: stop stepping for ever; silent: never answer; mismatch: report what landed as wrong.
 """
 
@@ -76,6 +77,7 @@ class FakeRank:
     geometry: Geometry = GEOMETRY
     wire: int = WIRE_VERSION
     acks: bool = True  #: whether aborts are acknowledged
+    deaf: bool = False  #: whether it takes no notice of aborts at all
     log: list[tuple[str, str]] = field(default_factory=list)
     rooms: dict[int, RoomKey] = field(default_factory=dict)
     scopes: dict[int, anyio.CancelScope] = field(default_factory=dict)
@@ -139,7 +141,7 @@ class FakeRank:
                 self.rooms[frame.key.room] = frame.key
                 self.log.append(("open", str(frame.key)))
                 await self.send(RoomReport(frame.key, RoomState.ALLOCATED))
-            case Abort():
+            case Abort() if not self.deaf:
                 await self._abort(frame)
             case Fenced():
                 self.log.append(("fenced", frame.incarnation))
@@ -256,6 +258,9 @@ class FakeRank:
                 return response
             if number == does.get("error_after"):
                 await response.write(b'data: {"error": {"message": "told to fail"}}\n\ndata: [DONE]\n\n')
+                return response
+            if number == does.get("end_after"):
+                await response.write_eof()
                 return response
             await response.write(b"data: " + json.dumps(_chunk(request.path, token)).encode() + b"\n\n")
             await anyio.sleep(does.get("interval", 0))

@@ -57,6 +57,8 @@ class FakeProcess:
         self._scope = anyio.CancelScope()
         self._over = anyio.Event()
         self._code = 0
+        self.reapable = anyio.Event()  #: a kill takes this long; set unless a test replaces it
+        self.reapable.set()
         tasks.start_soon(self._run)
 
     async def _run(self) -> None:
@@ -69,6 +71,7 @@ class FakeProcess:
 
     async def reaped(self) -> int:
         await self._over.wait()
+        await self.reapable.wait()
         return self._code
 
     def terminate(self) -> None:
