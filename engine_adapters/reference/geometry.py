@@ -55,6 +55,8 @@ class Geometry(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
             raise ValueError(f"rope_dim {self.rope_dim}: an even number up to kv_dim expected")
         if self.context_tokens % self.page_tokens or self.context_tokens <= 0:
             raise ValueError(f"context_tokens {self.context_tokens}: a multiple of page_tokens expected")
+        if self.heads > 0 and self.mlp % self.heads:
+            raise ValueError(f"mlp {self.mlp}: a multiple of heads ({self.heads}) expected")
         for name in ("hidden", "heads", "mlp", "index_heads", "index_topk", "vocab"):
             if getattr(self, name) <= 0:
                 raise ValueError(f"{name} {getattr(self, name)}: a number above 0 expected")

@@ -7,6 +7,9 @@ the bytes its page table points to, and the shapes (start, tokens), which cold a
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
+
 import numpy as np
 import torch
 from torch.nn import functional
@@ -27,12 +30,30 @@ NEVER = float("-inf")
 EPSILON = 1e-6
 
 
-class Model:
-    """Weights and the forward pass. Creating one sets torch to one thread: results depend on the number."""
+Gather = Callable[[list[torch.Tensor]], list[torch.Tensor]]
+"""The partial sums of this rank's shards -> those of all shards, in order. Every rank calls it at the same places."""
 
-    def __init__(self, geometry: Geometry, seed: int) -> None:
+
+def gather_nothing(parts: list[torch.Tensor]) -> list[torch.Tensor]:
+    """One rank has every shard."""
+    return parts
+
+
+class Model:
+    """Weights and the forward pass. Creating one sets torch to one thread: results depend on the number.
+
+    Tensor-parallel by query head: a rank computes the attention and the MLP part of its `shards` (heads), `gather`
+    collects the partial sums, and every rank adds them in the order of the shards. One rank computes the same
+    shards in the same shapes and adds them in the same order, so that n ranks equal one rank bit for bit.
+    """
+
+    def __init__(
+        self, geometry: Geometry, seed: int, shards: range | None = None, gather: Gather = gather_nothing
+    ) -> None:
         torch.set_num_threads(1)
         self.geometry = geometry
+        self.shards = range(geometry.heads) if shards is None else shards
+        self._gather = gather
         self.seed = seed
         self.weights = make_weights(geometry, seed)
         self.rope = Rope(geometry)
@@ -50,8 +71,14 @@ class Model:
         """
         weights = self.weights.layers[layer]
         hidden = hidden + self._attention(layer, weights, _normed(hidden), chunk, gate)
-        up, gated = (_normed(hidden) @ weights.gate_up).chunk(2, dim=-1)
-        return hidden + (functional.silu(gated) * up) @ weights.down
+        x, parts = _normed(hidden), []
+        for shard in self.shards:
+            up, gated = (x @ weights.gate_up[shard]).chunk(2, dim=-1)
+            parts.append((functional.silu(gated) * up) @ weights.down[shard])
+        return hidden + self._sum(parts)
+
+    def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
+        return functools.reduce(torch.add, self._gather(parts))
 
     @torch.inference_mode()
     def next_token(self, hidden: torch.Tensor) -> int:
@@ -68,10 +95,10 @@ class Model:
 
     def _attention(self, layer: int, weights: LayerWeights, x: torch.Tensor, chunk: Chunk, gate: Gate) -> torch.Tensor:
         geometry, ratio = self.geometry, self.geometry.compress_ratios[layer]
-        query_kv, *compressed = (x @ weights.project).split(weights.widths, dim=-1)
-        query_kv = self.rope.at(_normed(query_kv.view(chunk.tokens, geometry.heads + 1, geometry.kv_dim)), chunk.start)
-        query = query_kv[:, :-1] * (ATTENTION_GAIN / geometry.kv_dim**0.5)
-        self._write_window(layer, query_kv[:, -1], chunk)
+        kv, *compressed = (x @ weights.project).split(weights.widths, dim=-1)
+        self._write_window(layer, self.rope.at(_normed(kv[:, None]), chunk.start)[:, 0], chunk)
+        gain = ATTENTION_GAIN / geometry.kv_dim**0.5
+        queries = [self.rope.at(_normed((x @ weights.query[s])[:, None]), chunk.start) * gain for s in self.shards]
         shared = shared_bias = chosen = None
         if ratio == 4:
             kv_rows, index_rows, index_query, index_weight = compressed
@@ -85,17 +112,20 @@ class Model:
                 shared, shared_bias = self._read_128(layer, chunk, gate)
         gate("attention", "swa_kv", layer)
         window = chunk.pools.rows("swa_kv", layer).index_select(0, chunk.window_rows).to(torch.float32)
-        out = torch.empty_like(query)
+        outs = [torch.empty_like(query) for query in queries]
         for block in chunk.query_blocks:
             at, keys, bias = block.queries, window[block.keys], block.bias
             if shared is not None and shared_bias is not None:
                 keys, bias = torch.cat([keys, shared]), torch.cat([bias, shared_bias[at]], dim=1)
             if chosen is None:
-                out[at] = attend(query[at], keys, bias)
+                for query, out in zip(queries, outs, strict=True):
+                    out[at] = attend(query[at], keys, bias)
             else:
                 selected, selected_bias = self._read_chosen(layer, chosen[at], chunk.positions[at], chunk)
-                out[at] = attend_chosen(query[at], keys, bias, selected, selected_bias)
-        return self.rope.at(out, chunk.start, inverse=True).view(chunk.tokens, -1) @ weights.output
+                for query, out in zip(queries, outs, strict=True):
+                    out[at] = attend_chosen(query[at], keys, bias, selected, selected_bias)
+        turned = [self.rope.at(out, chunk.start, inverse=True).view(chunk.tokens, -1) for out in outs]
+        return self._sum([out @ weights.output[shard] for shard, out in zip(self.shards, turned, strict=True)])
 
     def _write_window(self, layer: int, kv: torch.Tensor, chunk: Chunk) -> None:
         page_tokens = self.geometry.page_tokens

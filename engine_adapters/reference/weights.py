@@ -7,6 +7,7 @@ residual stream, so wrong bytes in any pool change greedy tokens soon (measured 
 from __future__ import annotations
 
 import zlib
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import torch
@@ -24,18 +25,21 @@ GATE_GAIN = 2.0
 
 @dataclass(frozen=True)
 class LayerWeights:
-    """One layer. `project` fp32 [hidden, sum of `widths`] holds every projection of the attention's input.
+    """One layer. `project` fp32 [hidden, sum of `widths`] holds what every rank projects of the attention's input.
 
-    `widths`: queries and kv; ratio 128: compressor rows; ratio 4: compressor rows, index compressor rows,
-    index queries, index head weights. `kv_position`, `index_position` [page_tokens, width]: added
-    to the compressors' gate scores (one pattern a block, repeated).
+    `widths`: kv; ratio 128: compressor rows; ratio 4: compressor rows, index compressor rows, index queries,
+    index head weights. `kv_position`, `index_position` [page_tokens, width]: added to the compressors' gate
+    scores (one pattern a block, repeated). The other tensors are one a shard, that is, a query head and its
+    part of the MLP: query [hidden, kv_dim], output [kv_dim, hidden], gate_up [hidden, 2 * mlp / heads],
+    down [mlp / heads, hidden].
     """
 
     project: torch.Tensor
     widths: tuple[int, ...]
-    output: torch.Tensor
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    query: tuple[torch.Tensor, ...]
+    output: tuple[torch.Tensor, ...]
+    gate_up: tuple[torch.Tensor, ...]
+    down: tuple[torch.Tensor, ...]
     kv_position: torch.Tensor | None
     index_position: torch.Tensor | None
 
@@ -66,7 +70,7 @@ def make_weights(geometry: Geometry, seed: int) -> Weights:
 def _layer(geometry: Geometry, seed: int, layer: int) -> LayerWeights:
     ratio, hidden = geometry.compress_ratios[layer], geometry.hidden
     attention = geometry.heads * geometry.kv_dim
-    widths = [attention + geometry.kv_dim]
+    widths = [geometry.kv_dim]
     if ratio == 128:
         widths += [2 * geometry.kv_dim]
     if ratio == 4:
@@ -80,15 +84,23 @@ def _layer(geometry: Geometry, seed: int, layer: int) -> LayerWeights:
     def position(name: str, width: int) -> torch.Tensor:
         return _normal(seed, f"{layer}.{name}", ratio, width).repeat(geometry.page_tokens // ratio, 1)
 
+    project = _bf16(normal("project", hidden, attention + sum(widths)))
+    gate_up = _bf16(normal("gate_up", hidden, 2 * geometry.mlp)).chunk(2 * geometry.heads, dim=1)
+    gates = zip(gate_up[: geometry.heads], gate_up[geometry.heads :], strict=True)
     return LayerWeights(
-        project=_bf16(normal("project", hidden, sum(widths))),
+        project=project[:, attention:].contiguous(),
         widths=tuple(widths),
-        output=_bf16(normal("output", attention, hidden, OUTPUT_GAIN)),
-        gate_up=_bf16(normal("gate_up", hidden, 2 * geometry.mlp)),
-        down=_bf16(normal("down", geometry.mlp, hidden)),
+        query=_shards(project[:, :attention].chunk(geometry.heads, dim=1)),
+        output=_shards(_bf16(normal("output", attention, hidden, OUTPUT_GAIN)).chunk(geometry.heads)),
+        gate_up=_shards([torch.cat(pair, dim=1) for pair in gates]),
+        down=_shards(_bf16(normal("down", geometry.mlp, hidden)).chunk(geometry.heads)),
         kv_position=position("kv_position", kv_width) if ratio else None,
         index_position=position("index_position", 2 * geometry.index_dim) if ratio == 4 else None,
     )
+
+
+def _shards(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
+    return tuple(part.contiguous() for part in parts)
 
 
 def _normal(seed: int, name: str, rows: int, columns: int) -> torch.Tensor:
