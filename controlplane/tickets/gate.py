@@ -14,6 +14,9 @@ from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError, Load, Ticke
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, Guard, LoadKind, SpaceSpec, TicketState
 from dsv4ctl.controlplane.trace.ring import Ring
 
+#: Of a ticket that holds nothing any more.
+ENDED = (TicketState.RELEASED, TicketState.REVOKED)
+
 
 class TicketRevokedError(Exception):
     """The ticket's room was aborted, or its bytes will not arrive."""
@@ -32,7 +35,8 @@ class Gate:
 
     def __init__(self, spaces: Mapping[str, SpaceSpec], layers: int, trace: Ring) -> None:
         self._ledger = Ledger(spaces, layers)
-        self._changed = threading.Condition()
+        self._lock = threading.Lock()
+        self._changed = threading.Condition(self._lock)
         self.trace = trace
         self._consumers: dict[Consumer, str] = {}
         self._off: frozenset[Guard] = frozenset()
@@ -51,7 +55,7 @@ class Gate:
         return self._consumers
 
     def set_guards_off(self, off: Iterable[Guard]) -> None:
-        with self._changed:
+        with self._lock:
             self._off = frozenset(off)
             self._open_consumers = frozenset(c for c in (guard.consumer for guard in self._off) if c)
             self._changed.notify_all()
@@ -60,131 +64,148 @@ class Gate:
         return guard not in self._off
 
     # ---- pages ---------------------------------------------------------------------------------------
+    # What the ledger refuses is no event: a call is traced once it succeeded.
 
     def allocate(self, wants: Mapping[str, int]) -> dict[str, tuple[int, ...]] | None:
-        with self._changed:
-            return self._ledger.allocate(wants)
+        with self._lock:
+            taken = self._ledger.allocate(wants)
+            if taken is not None:
+                self.trace.record("allocate", None, "", tuple(taken.items()))
+            return taken
 
     def extent(self, space: str, pages: Iterable[int], pools: Iterable[str] | None = None) -> Extent:
-        with self._changed:
+        with self._lock:
             return self._ledger.extent(space, pages, pools)
 
     def free(self, space: str, pages: Iterable[int]) -> int:
         """See `Ledger.free`: reusable only once every reader and writer is done."""
-        with self._changed:
+        with self._lock:
             pages = tuple(pages)
-            self.trace.record("free", None, "", (space, pages))
-            return self._ledger.free(space, pages)
+            reusable = self._ledger.free(space, pages)
+            self.trace.record("free", None, "", (space, pages), reusable)
+            return reusable
 
     def available(self, space: str) -> int:
-        with self._changed:
+        with self._lock:
             return self._ledger.available(space)
 
     # ---- writers -------------------------------------------------------------------------------------
 
-    def open_load(
-        self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False
-    ) -> Load:
-        with self._changed:
+    def open_load(self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False) -> Load:
+        with self._lock:
             load = self._ledger.open_load(kind, extents, room=room, verify=verify)
-            self.trace.record("lease", room, kind.value, load.extents)
+            self._record("lease", load)
             return load
 
     def layer_landed(self, load: Load, layers: int) -> None:
-        with self._changed:
-            self.trace.record("landed", load.room, load.kind.value, load.extents, str(layers))
-            self._wake(self._ledger.layer_landed(load, layers))
+        with self._lock:
+            changed = self._ledger.layer_landed(load, layers)
+            self._record("landed", load, layers)
+            self._wake(changed)
 
     def layer_verified(self, load: Load, layers: int) -> None:
-        with self._changed:
-            self.trace.record("verified", load.room, load.kind.value, load.extents, str(layers))
-            self._wake(self._ledger.layer_verified(load, layers))
+        with self._lock:
+            changed = self._ledger.layer_verified(load, layers)
+            self._record("verified", load, layers)
+            self._wake(changed)
 
     def seal(self, load: Load, space: str, pages: Sequence[int]) -> None:
-        with self._changed:
-            self.trace.record("seal", load.room, load.kind.value, (space, tuple(pages)))
+        with self._lock:
             self._ledger.seal(load, space, pages)
+            self.trace.record("seal", load.room, load.kind, (space, tuple(pages)))
 
     def fail_load(self, load: Load, why: str) -> None:
-        with self._changed:
-            self.trace.record("failed", load.room, load.kind.value, load.extents, why)
-            self._wake(self._ledger.fail_load(load))
+        with self._lock:
+            changed = self._ledger.fail_load(load)
+            self._record("failed", load, why)
+            self._wake(changed)
 
     def end_load(self, load: Load) -> None:
-        with self._changed:
-            self.trace.record("ended", load.room, load.kind.value, load.extents)
-            self._wake(self._ledger.end_load(load))
+        with self._lock:
+            changed = self._ledger.end_load(load)
+            self._record("ended", load)
+            self._wake(changed)
 
     def quarantine(self, load: Load) -> None:
-        with self._changed:
-            self.trace.record("quarantine", load.room, load.kind.value, load.extents)
-            self._ledger.quarantine(load)
+        with self._lock:
+            changed = self._ledger.quarantine(load)
+            self._record("quarantine", load)
+            self._wake(changed)
 
     # ---- readers -------------------------------------------------------------------------------------
 
     def request(self, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None) -> Ticket:
         """A ticket, granted or pending. Raises LedgerError for a consumer that is not registered."""
-        with self._changed:
+        with self._lock:
             if consumer not in self._consumers:
-                self.trace.record("unregistered", room, consumer.value, tuple(extents))
+                self.trace.record("unregistered", room, consumer, tuple(extents))
                 self.violations[f"{consumer.value} reads without being registered"] += 1
                 raise LedgerError(f"consumer {consumer.value} is not registered on this rank")
             ticket = self._ledger.request(consumer, extents, room=room)
-            self.trace.record("request", room, consumer.value, ticket.extents, str(ticket.readable))
+            self.trace.record("request", room, consumer, ticket.extents, ticket.readable)
             return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
-        with self._changed:
+        with self._lock:
             self._ledger.extend(ticket, extents)
+            self.trace.record("extend", ticket.room, ticket.consumer, tuple(extents), ticket.readable)
 
     def trim(self, ticket: Ticket, space: str, pages: Iterable[int]) -> None:
-        with self._changed:
+        with self._lock:
+            pages = tuple(pages)
             self._ledger.trim(ticket, space, pages)
+            self.trace.record("trim", ticket.room, ticket.consumer, (space, pages))
 
     def release(self, ticket: Ticket) -> None:
-        with self._changed:
-            self.trace.record("release", ticket.room, ticket.consumer.value, ticket.extents)
-            self._ledger.release(ticket)
+        """Raises LedgerError if the ticket was released before, or revoked while it was pending."""
+        with self._lock:
+            self._release(ticket)
+
+    def leave(self, ticket: Ticket) -> None:
+        """Releases the ticket unless it ended already: another thread may revoke it at any moment."""
+        with self._lock:
+            if ticket.state not in ENDED:
+                self._release(ticket)
 
     def post(self, ticket: Ticket) -> None:
         """A read is handed to a DMA. With the consumer's guard off it may be posted before it is granted."""
-        with self._changed:
-            granted = ticket.state is TicketState.GRANTED and ticket.readable == self.layers
+        with self._lock:
+            self._ledger.post(ticket, guarded=ticket.consumer not in self._open_consumers)
+            self.trace.record("post", ticket.room, ticket.consumer, ticket.extents)
             self._record_read(ticket, "*", self.layers - 1)
-            if granted or ticket.consumer not in self._open_consumers:
-                self._ledger.post(ticket)
-            else:
-                ticket.posted += 1
 
     def complete(self, ticket: Ticket) -> None:
-        with self._changed:
+        with self._lock:
             self._ledger.complete(ticket)
+            self.trace.record("complete", ticket.room, ticket.consumer, ticket.extents)
 
     def read(self, ticket: Ticket, pool: str, layer: int, deadline: float | None = None) -> None:
         """Called right before bytes of `layer` are read: returns once the grant covers it.
 
         `deadline` is seconds from now, None: no limit of its own (the load's producer has one). Raises
-        TicketRevokedError, TicketTimeoutError. With the guard off it only records what the read violated.
+        TicketRevokedError (also for a ticket that was released), TicketTimeoutError. With the guard off it only
+        records what the read violated.
         """
-        with self._changed:
-            if ticket.consumer not in self._open_consumers:
+        with self._lock:
+            if ticket.readable <= layer and ticket.consumer not in self._open_consumers:
                 self._wait(ticket, layer + 1, deadline)
             self._record_read(ticket, pool, layer)
 
     def revoke(self, room: Any) -> None:
-        with self._changed:
+        with self._lock:
+            changed = self._ledger.revoke(room)
             self.trace.record("revoke", room, "")
-            self._wake(self._ledger.revoke(room))
+            self._wake(changed)
 
     # ---- reports -------------------------------------------------------------------------------------
 
     def counts(self) -> dict[str, dict[str, int]]:
-        with self._changed:
+        with self._lock:
             return self._ledger.counts()
 
     def totals(self) -> dict[str, int]:
         """Live tickets by state, open loads, refused calls, violations."""
-        with self._changed:
+        with self._lock:
             live = self._ledger.live()
             return {
                 "tickets": self._ledger.tickets,
@@ -196,8 +217,8 @@ class Gate:
             }
 
     def live(self) -> list[dict[str, Any]]:
-        """Every live ticket of a room or a load, as plain data."""
-        with self._changed:
+        """Every live ticket, as plain data."""
+        with self._lock:
             return [
                 {
                     "consumer": ticket.consumer.value,
@@ -213,7 +234,7 @@ class Gate:
 
     def set_waker(self, ticket: Ticket, waker: Callable[[], None] | None) -> None:
         """`waker` is called, under the lock and from any thread, whenever the ticket changes. It must not block."""
-        with self._changed:
+        with self._lock:
             ticket.waker = waker
 
     # ---- inside --------------------------------------------------------------------------------------
@@ -231,16 +252,26 @@ class Gate:
         if ticket.readable < layers and ticket.consumer not in self._open_consumers:
             raise TicketRevokedError(f"{ticket.consumer.value} ticket of room {ticket.room} is {ticket.state.value}")
 
+    def _release(self, ticket: Ticket) -> None:
+        self._ledger.release(ticket)
+        self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
+
+    def _record(self, kind: str, load: Load, note: object = "") -> None:
+        self.trace.record(kind, load.room, load.kind, load.extents, note)
+
     def _record_read(self, ticket: Ticket, pool: str, layer: int) -> None:
         early = ticket.readable <= layer
-        self.trace.record("read", ticket.room, ticket.consumer.value, (pool, layer), "early" if early else "")
+        self.trace.record("read", ticket.room, ticket.consumer, (pool, layer), "early" if early else "")
         if early:
-            kinds = "/".join(sorted({load.kind.value for load in ticket.loads or ()})) or "its load"
+            missing = {load.kind.value for load in ticket.loads if load.readable(ticket.consumer) <= layer}
+            kinds = "/".join(sorted(missing)) or "its load"
             self.violations[f"{ticket.consumer.value} read {pool} before {kinds} landed"] += 1
 
     def _wake(self, changed: list[Ticket]) -> None:
         if changed:
             for ticket in changed:
+                kind = "grant" if ticket.state is TicketState.GRANTED else ticket.state.value
+                self.trace.record(kind, ticket.room, ticket.consumer, ticket.extents, ticket.readable)
                 if ticket.waker is not None:
                     ticket.waker()
             self._changed.notify_all()

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections.abc import AsyncIterator, Sequence
-from contextlib import asynccontextmanager
+from contextlib import asynccontextmanager, suppress
 from typing import Any
 
 import anyio
@@ -40,8 +40,8 @@ class Held:
                 await self._event.wait()
         if self.ticket.readable >= wanted and self.ticket.state is TicketState.GRANTED:
             return
-        if scope.cancelled_caught:
-            raise TicketTimeoutError(f"{self.ticket.consumer.value}: not granted within {deadline} s")
+        if self.ticket.state in _LIVE and scope.cancelled_caught:
+            raise TicketTimeoutError(f"{self.ticket.consumer.value}: not granted within {deadline:g} s")
         raise TicketRevokedError(f"{self.ticket.consumer.value} ticket is {self.ticket.state.value}")
 
     def post(self) -> None:
@@ -52,7 +52,9 @@ class Held:
         self._gate.complete(self.ticket)
 
     def _wake_from_any_thread(self) -> None:
-        self._loop.call_soon_threadsafe(self._wake)
+        # Whoever lands a layer must not fail because a loop was closed around a scope that nobody left.
+        with suppress(RuntimeError):
+            self._loop.call_soon_threadsafe(self._wake)
 
     def _wake(self) -> None:
         # A fresh event before the old one fires: no change between two waits is lost.
@@ -61,14 +63,11 @@ class Held:
 
 
 @asynccontextmanager
-async def hold(
-    gate: Gate, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None
-) -> AsyncIterator[Held]:
+async def hold(gate: Gate, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None) -> AsyncIterator[Held]:
     """Raises LedgerError if the ledger refuses the request."""
     held = Held(gate, gate.request(consumer, extents, room=room))
     try:
         yield held
     finally:
         gate.set_waker(held.ticket, None)
-        if held.ticket.state is not TicketState.REVOKED:
-            gate.release(held.ticket)
+        gate.leave(held.ticket)

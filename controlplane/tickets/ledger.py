@@ -7,7 +7,7 @@ the event trace around it. Every call either succeeds or raises LedgerError and 
 from __future__ import annotations
 
 from collections import deque
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
@@ -33,12 +33,12 @@ class Ticket:
         self.consumer = consumer
         self.room = room
         self.extents: tuple[Extent, ...] = ()
-        self.loads: set[Load] | None = None  #: loads that still fill pages of this ticket
+        self.loads: tuple[Load, ...] = ()  #: open loads that fill pages of this ticket
         self.posted = 0  #: reads posted and not completed: the ticket outlives its scope until they end
         self.left = False  #: released while reads were posted
         self.readable = 0
         self.state = PENDING
-        self.waker: Any = None
+        self.waker: Callable[[], None] | None = None
 
 
 class Load:
@@ -64,7 +64,7 @@ class Load:
 class _Space:
     """Page state of one space, by page number."""
 
-    __slots__ = ("filled", "free", "generation", "load", "masks", "name", "pools", "readers", "state")
+    __slots__ = ("filled", "filling", "free", "generation", "load", "masks", "name", "pools", "readers", "state")
 
     def __init__(self, name: str, spec: SpaceSpec) -> None:
         self.name = name
@@ -74,6 +74,7 @@ class _Space:
         self.state = bytearray(spec.pages)
         self.readers = [0] * spec.pages
         self.filled = [0] * spec.pages  #: bit mask of the pools whose bytes are complete
+        self.filling = [0] * spec.pages  #: bit mask of the pools that the page's load writes
         self.load: list[Load | None] = [None] * spec.pages
         self.free = deque(range(spec.pages))
 
@@ -103,25 +104,31 @@ class Ledger:
 
     def allocate(self, wants: Mapping[str, int]) -> dict[str, tuple[int, ...]] | None:
         """`wants[space]` pages of each space, all or nothing (None): no hold-and-wait. Generations rise by one."""
-        if any(len(self._spaces[name].free) < count for name, count in wants.items()):
+        if any(len(self._space(name).free) < count for name, count in wants.items()):
             return None
         return {name: tuple(self._take(self._spaces[name]) for _ in range(n)) for name, n in wants.items()}
 
     def extent(self, space: str, pages: Iterable[int], pools: Iterable[str] | None = None) -> Extent:
-        """These pages at their present generations; `pools` None: every pool of the space."""
-        found = self._spaces[space]
+        """These pages at their present generations; `pools` None: every pool of the space.
+
+        Raises LedgerError for a space, page or pool that does not exist, or no pool at all.
+        """
+        found, pages = self._space(space), tuple(pages)
         names = found.pools if pools is None else frozenset(pools)
-        if not names <= found.pools:
-            self._refuse(f"space {space} has no pool {sorted(names - found.pools)[0]}")
-        pages = tuple(pages)
+        if not names or not names <= found.pools:
+            self._refuse(f"space {space} has pools {sorted(found.pools)}, asked are {sorted(names)}")
+        self._check_exist(found, pages)
         return Extent(space, pages, tuple(found.generation[page] for page in pages), names)
 
     def free(self, space: str, pages: Iterable[int]) -> int:
         """Gives pages back. Each is reusable once its last reader released it and its load ended (S2, S3).
 
-        Returns how many are reusable at once. Raises LedgerError for a page that is not owned.
+        Returns how many are reusable at once. Raises LedgerError for a page that is not owned, or named twice.
         """
-        found, pages = self._spaces[space], tuple(pages)
+        found, pages = self._space(space), tuple(pages)
+        self._check_exist(found, pages)
+        if len(set(pages)) < len(pages):
+            self._refuse(f"{space} pages {pages} are freed, and one of them twice")
         for page in pages:
             if found.state[page] != _OWNED:
                 self._refuse(f"{space} page {page} is freed, but nobody owns it")
@@ -130,7 +137,7 @@ class Ledger:
         return sum(self._retire(found, page) for page in pages)
 
     def available(self, space: str) -> int:
-        return len(self._spaces[space].free)
+        return len(self._space(space).free)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Pages by state and space, and leased pages (under an open load)."""
@@ -139,28 +146,30 @@ class Ledger:
             name: {space.name: space.state.count(code) for space in self._spaces.values()}
             for code, name in enumerate(names)
         }
-        leased = {s.name: sum(load is not None for load in s.load) for s in self._spaces.values()}
+        leased = {s.name: len(s.load) - s.load.count(None) for s in self._spaces.values()}
         return {**by_state, "leased": leased}
 
     # ---- writers -----------------------------------------------------------------------------------
 
-    def open_load(
-        self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False
-    ) -> Load:
+    def open_load(self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False) -> Load:
         """Leases the pages to one writer; generations rise by one, what they held is no longer readable.
 
         Raises LedgerError if a page is not owned at the named generation, is read by a ticket, or is already
         being written.
         """
         for extent in extents:
-            space = self._spaces[extent.space]
+            space = self._space(extent.space)
             for page, generation in zip(extent.pages, extent.generations, strict=True):
-                self._check_current(space, page, generation)
+                if space.state[page] != _OWNED or space.generation[page] != generation:
+                    self._refuse_stale(space, page, generation)
                 if not space.quiet(page):
                     who = "a ticket reads it" if space.readers[page] else "another load writes it"
                     self._refuse(f"{kind.value} may not write {extent.space} page {page}: {who}")
         load = Load(kind, room, verify)
-        load.extents = tuple(self._lease(load, extent) for extent in extents)
+        for extent in extents:
+            self._lease(load, extent)
+        # Named once every page has its generation: two extents may share a page and differ in pools.
+        load.extents = tuple(self.extent(extent.space, extent.pages, extent.pools) for extent in extents)
         self.loads.add(load)
         return load
 
@@ -180,17 +189,15 @@ class Ledger:
 
     def seal(self, load: Load, space: str, pages: Sequence[int]) -> None:
         """Pages of a `forward` lease are complete: they leave the lease and are immutable until freed."""
-        found = self._spaces[space]
+        found = self._space(space)
+        self._check_exist(found, pages)
+        if load.kind is not LoadKind.FORWARD or load.failed:
+            self._refuse(f"pages of a {'failed' if load.failed else load.kind.value} load can't be sealed")
         for page in pages:
-            if not load.open or found.load[page] is not load:
+            if found.load[page] is not load:
                 self._refuse(f"{space} page {page} is sealed, but this lease does not hold it")
-        for extent in load.extents:
-            if extent.space == space:
-                for page in set(pages) & set(extent.pages):
-                    found.filled[page] |= found.mask(extent.pools)
-        for page in pages:
-            found.load[page] = None
-            self._retire(found, page)
+        for page in set(pages):
+            self._leave_load(found, page, whole=True)
 
     def fail_load(self, load: Load) -> list[Ticket]:
         """The bytes will not arrive, or are wrong: every sharer is revoked. The writer may still be writing.
@@ -202,13 +209,16 @@ class Ledger:
         load.failed = True
         return [ticket for ticket in list(load.waiters) if self._revoke(ticket)]
 
-    def quarantine(self, load: Load) -> None:
-        """Nobody knows whether the writer is quiet: its pages are neither read nor reused until `end_load`."""
-        for extent in load.extents:
-            space = self._spaces[extent.space]
-            for page in extent.pages:
-                if space.load[page] is load:
-                    space.state[page] = _QUARANTINED
+    def quarantine(self, load: Load) -> list[Ticket]:
+        """Nobody knows whether the writer is quiet: its pages are neither read nor reused until `end_load`.
+
+        The load has failed, and from here the quarantine owns the pages: `end_load` frees them. Returns the tickets
+        that changed.
+        """
+        changed = self.fail_load(load)
+        for space, page in self._pages_under(load):
+            space.state[page] = _QUARANTINED
+        return changed
 
     def end_load(self, load: Load) -> list[Ticket]:
         """The writer is quiet: it has finished, acknowledged, or was fenced. Returns the tickets that changed.
@@ -221,15 +231,11 @@ class Ledger:
         load.open = False
         self.loads.discard(load)
         changed = [] if whole else [ticket for ticket in list(load.waiters) if self._revoke(ticket)]
-        for extent in load.extents:
-            space = self._spaces[extent.space]
-            mask = space.mask(extent.pools)
-            for page in extent.pages:
-                if space.load[page] is load:
-                    space.load[page] = None
-                    if whole:
-                        space.filled[page] |= mask
-                    self._retire(space, page)
+        for ticket in load.waiters:
+            ticket.loads = tuple(other for other in ticket.loads if other is not load)
+        load.waiters.clear()
+        for space, page in self._pages_under(load):
+            self._leave_load(space, page, whole)
         return changed
 
     # ---- readers -----------------------------------------------------------------------------------
@@ -243,8 +249,11 @@ class Ledger:
         ticket = Ticket(consumer, room)
         self._join(ticket, extents)
         self.tickets += 1
-        if room is not None:
-            self._by_room.setdefault(room, set()).add(ticket)
+        peers = self._by_room.get(room)
+        if peers is None:
+            self._by_room[room] = {ticket}
+        else:
+            peers.add(ticket)
         return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
@@ -254,12 +263,17 @@ class Ledger:
         self._join(ticket, extents)
 
     def trim(self, ticket: Ticket, space: str, pages: Iterable[int]) -> None:
-        """Pages leave a live ticket (the window moved on). Raises LedgerError for a page it does not hold."""
+        """Pages leave a live ticket (the window moved on).
+
+        Raises LedgerError for a page that it does not hold, or while a posted read may touch it.
+        """
         self._check_live(ticket)
+        if ticket.posted:
+            self._refuse(f"a ticket with {ticket.posted} reads posted may not be trimmed")
         gone = set(pages)
         if not gone <= {page for extent in ticket.extents if extent.space == space for page in extent.pages}:
             self._refuse(f"a ticket is trimmed by pages of {space} that it does not hold")
-        found, kept = self._spaces[space], []
+        found, kept = self._space(space), []
         for extent in ticket.extents:
             if extent.space != space:
                 kept.append(extent)
@@ -271,9 +285,13 @@ class Ledger:
                 kept.append(extent._replace(pages=pages_kept, generations=tuple(extent.generations[i] for i in stay)))
         ticket.extents = tuple(kept)
 
-    def post(self, ticket: Ticket) -> None:
-        """A read under the ticket is handed to somebody else (a DMA): until `complete`, the ticket holds."""
-        if ticket.state is not GRANTED or ticket.readable < self.layers:
+    def post(self, ticket: Ticket, *, guarded: bool = True) -> None:
+        """A read under the ticket is handed to somebody else (a DMA): until `complete`, the ticket holds.
+
+        `guarded` False: the consumer's guard is off, and it reads what was not granted.
+        """
+        self._check_live(ticket)
+        if guarded and (ticket.state is not GRANTED or ticket.readable < self.layers):
             self._refuse(f"a read is posted under a {ticket.state.value} ticket, {ticket.readable} layers granted")
         ticket.posted += 1
 
@@ -301,12 +319,13 @@ class Ledger:
 
     def revoke(self, room: Any) -> list[Ticket]:
         """The room is aborted: its pending tickets end, its granted ones hold on until released."""
+        if room is None:
+            self._refuse("tickets of no room can't be revoked by room: they go with their load")
         return [ticket for ticket in list(self._by_room.get(room, ())) if self._revoke(ticket)]
 
     def live(self) -> list[Ticket]:
-        """Tickets of rooms and of loads in flight, for reports."""
-        found = {ticket for tickets in self._by_room.values() for ticket in tickets}
-        return list(found.union(*(load.waiters for load in self.loads)))
+        """Every ticket that is pending, granted or revoking, for reports."""
+        return [ticket for tickets in self._by_room.values() for ticket in tickets]
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -318,11 +337,20 @@ class Ledger:
         if ticket.state is TicketState.RELEASED or ticket.state is TicketState.REVOKED:
             self._refuse(f"the ticket of {ticket.consumer.value} is already {ticket.state.value}")
 
-    def _check_current(self, space: _Space, page: int, generation: int) -> None:
+    def _space(self, name: str) -> _Space:
+        found = self._spaces.get(name)
+        if found is None:
+            self._refuse(f"there is no space {name}, only {', '.join(self._spaces)}")
+        return found
+
+    def _check_exist(self, space: _Space, pages: Sequence[int]) -> None:
+        if pages and not 0 <= min(pages) <= max(pages) < len(space.state):
+            self._refuse(f"{space.name} has pages 0..{len(space.state) - 1}, asked are {min(pages)}..{max(pages)}")
+
+    def _refuse_stale(self, space: _Space, page: int, generation: int) -> NoReturn:
         if space.state[page] != _OWNED:
             self._refuse(f"{space.name} page {page} has no owner")
-        if space.generation[page] != generation:
-            self._refuse(f"{space.name} page {page} is at generation {space.generation[page]}, not {generation}")
+        self._refuse(f"{space.name} page {page} is at generation {space.generation[page]}, not {generation}")
 
     def _check_watermark(self, load: Load, present: int, layers: int) -> None:
         if not load.open:
@@ -345,57 +373,68 @@ class Ledger:
         space.free.append(page)
         return 1
 
-    def _lease(self, load: Load, extent: Extent) -> Extent:
-        space = self._spaces[extent.space]
+    def _pages_under(self, load: Load) -> Iterator[tuple[_Space, int]]:
+        """The pages that the load still leases."""
+        for extent in load.extents:
+            space = self._spaces[extent.space]
+            for page in extent.pages:
+                if space.load[page] is load:
+                    yield space, page
+
+    def _lease(self, load: Load, extent: Extent) -> None:
+        space, mask = self._spaces[extent.space], self._spaces[extent.space].mask(extent.pools)
         for page in extent.pages:
-            space.load[page] = load
-            space.generation[page] += 1
-            space.filled[page] = 0
-        return extent._replace(generations=tuple(space.generation[page] for page in extent.pages))
+            if space.load[page] is not load:
+                space.load[page] = load
+                space.generation[page] += 1
+                space.filled[page] = space.filling[page] = 0
+            space.filling[page] |= mask
+
+    def _leave_load(self, space: _Space, page: int, whole: bool) -> None:
+        space.load[page] = None
+        if whole:
+            space.filled[page] = space.filling[page]
+        self._retire(space, page)
 
     def _join(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
-        loads: set[Load] | None = ticket.loads
-        for extent in extents:
-            space = self._spaces[extent.space]
-            mask = space.mask(extent.pools)
-            for page, generation in zip(extent.pages, extent.generations, strict=True):
-                self._check_current(space, page, generation)
+        loads = ticket.loads
+        for name, pages, generations, pools in extents:
+            space = self._space(name)
+            mask = space.mask(pools)
+            for page, generation in zip(pages, generations, strict=True):
+                if space.state[page] != _OWNED or space.generation[page] != generation:
+                    self._refuse_stale(space, page, generation)
                 load = space.load[page]
-                if load is not None and load.kind is not LoadKind.FORWARD and not load.failed:
-                    covered = space.filled[page] | self._covers(load, extent.space, page)
-                    loads = {load} if loads is None else loads | {load}
-                else:
+                if load is None:
                     covered = space.filled[page]
+                elif load.failed or load.kind is LoadKind.FORWARD:
+                    covered = 0
+                else:
+                    covered = space.filling[page]
+                    if load not in loads:
+                        loads = (*loads, load)
                 if mask & ~covered:
-                    self._refuse(f"{extent.space} page {page}: not every asked pool is filled or loading")
+                    self._refuse(f"{name} page {page}: not every asked pool is filled or loading")
         for extent in extents:
             readers = self._spaces[extent.space].readers
             for page in extent.pages:
                 readers[page] += 1
-        ticket.extents += tuple(extents)
+        ticket.extents = (*ticket.extents, *extents)
         ticket.loads = loads
-        for load in loads or ():
+        for load in loads:
             load.waiters.add(ticket)
         self._grant(ticket)
 
-    def _covers(self, load: Load, space: str, page: int) -> int:
-        found = self._spaces[space]
-        return sum(
-            found.mask(extent.pools) for extent in load.extents if extent.space == space and page in extent.pages
-        )
-
     def _regrant(self, load: Load) -> list[Ticket]:
-        return [ticket for ticket in list(load.waiters) if self._grant(ticket)]
+        return [] if load.failed else [ticket for ticket in load.waiters if self._grant(ticket)]
 
     def _grant(self, ticket: Ticket) -> bool:
-        """Recomputes what the ticket may read; True if that changed."""
+        """Recomputes what a ticket may read that was not revoked; True if that changed."""
+        if ticket.state is REVOKING:
+            return False
         readable = self.layers
-        for load in list(ticket.loads or ()):
-            layers = load.readable(ticket.consumer)
-            readable = min(readable, layers)
-            if layers == self.layers:
-                load.waiters.discard(ticket)
-                ticket.loads = ticket.loads - {load} if ticket.loads else None
+        for load in ticket.loads:
+            readable = min(readable, load.readable(ticket.consumer))
         changed = readable != ticket.readable
         ticket.readable = readable
         if readable and ticket.state is PENDING:
@@ -403,27 +442,27 @@ class Ledger:
         return changed
 
     def _revoke(self, ticket: Ticket) -> bool:
-        if ticket.state is PENDING:
+        if ticket.state is PENDING and not ticket.posted:
             self._drop(ticket, TicketState.REVOKED)
             return True
-        if ticket.state is GRANTED:
+        if ticket.state is not REVOKING:
             ticket.state = REVOKING
             return True
         return False
 
     def _drop(self, ticket: Ticket, state: TicketState) -> None:
         ticket.state = state
+        ticket.readable = 0
         for extent in ticket.extents:
             self._leave(self._spaces[extent.space], extent.pages)
-        if ticket.loads:
-            for load in ticket.loads:
-                load.waiters.discard(ticket)
-            ticket.loads = None
-        if ticket.room is not None:
-            tickets = self._by_room[ticket.room]
+        for load in ticket.loads:
+            load.waiters.discard(ticket)
+        ticket.loads = ()
+        tickets = self._by_room[ticket.room]
+        if len(tickets) == 1:
+            del self._by_room[ticket.room]
+        else:
             tickets.discard(ticket)
-            if not tickets:
-                del self._by_room[ticket.room]
         self.tickets -= 1
 
     def _leave(self, space: _Space, pages: Iterable[int]) -> None:

@@ -17,6 +17,9 @@ class Consumer(Enum):
     LOAD = "load"
     CHECKSUM = "checksum"
 
+    # Members are singletons: the hash of Enum itself is a Python call, too slow for every read.
+    __hash__ = object.__hash__
+
 
 class LoadKind(Enum):
     """Where the bytes of an asynchronous write come from."""

@@ -150,7 +150,7 @@ class HiCache:
         for job in jobs:
             for piece in job.pieces:
                 self._gate.end_load(piece.load)
-            self._gate.release(job.ticket)
+            self._gate.leave(job.ticket)
 
     def _load_layer(self, job: LoadJob, layer: int) -> bool:
         """True if the layer landed as it was sealed; else every load of the job has failed."""
@@ -213,7 +213,7 @@ class HiCache:
                 self._gate.fail_load(piece.load, str(error))
         for piece in job.pieces:
             self._gate.end_load(piece.load)
-        self._gate.release(job.ticket)
+        self._gate.leave(job.ticket)
 
     def _save(self, piece: Piece, layer: int) -> None:
         for pool, spec in self._device.specs.items():

@@ -8,13 +8,11 @@ from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
-from dsv4ctl.controlplane.tickets.types import Consumer, Extent, TicketState
+from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.requests import Finished, Request, Token
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
-
-_ENDED = (TicketState.RELEASED, TicketState.REVOKED)
 
 #: The pools of space `full` that each consumer reads.
 ATTENTION_POOLS = ("c4_kv", "c128_kv")
@@ -75,8 +73,8 @@ class Sequence:
 
     def leave(self, consumer: Consumer) -> None:
         ticket = self.tickets.pop(consumer, None)
-        if ticket is not None and ticket.state not in _ENDED:
-            self.gate.release(ticket)
+        if ticket is not None:
+            self.gate.leave(ticket)
 
     def join_landed(self, pages: int) -> None:
         """The first `pages` logical pages, sealed elsewhere and landed here, join their readers' tickets."""
