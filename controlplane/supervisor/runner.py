@@ -77,6 +77,11 @@ class EngineRunner:
         self._ended_itself = False
         self._last_words = ""
 
+    @property
+    def ending(self) -> bool:
+        """This life is to end: that its links and processes go is no surprise."""
+        return self._over.is_set()
+
     # ---- what others ask for ----------------------------------------------------------------------
 
     def fail(self, cause: str) -> None:
@@ -92,9 +97,11 @@ class EngineRunner:
         self._changes.notify()
 
     def drain(self) -> None:
-        """Takes no new room; what it has goes on."""
+        """Takes no new room; what it has goes on. Between two lives it has none, and ends here."""
         if self.engine.ranks:
             self._enter(EngineState.DRAINING)
+        else:
+            self.stop()
 
     def stop(self) -> None:
         """It is not wanted any more. Its rooms are the caller's business."""
@@ -107,9 +114,14 @@ class EngineRunner:
         self._wanted = True
         self._failures.clear()
         if self.engine.state is EngineState.DRAINING:
-            ready = all(rank.ready for rank in self.engine.ranks.values())
-            self._enter(EngineState.READY if ready else EngineState.STARTING)
+            self._enter(self._readmitted())
         self._changes.notify()
+
+    def _readmitted(self) -> EngineState:
+        if self._over.is_set():
+            return EngineState.RESTARTING  # too late for this life: the next one follows it
+        ready = all(rank.ready for rank in self.engine.ranks.values())
+        return EngineState.READY if ready else EngineState.STARTING
 
     def _enter(self, state: EngineState) -> None:
         self.engine.state = state

@@ -19,7 +19,7 @@ from dsv4ctl.controlplane.supervisor.changes import Changes
 from dsv4ctl.controlplane.supervisor.loops import Loops
 from dsv4ctl.controlplane.supervisor.runner import EngineRunner, Launcher
 from dsv4ctl.controlplane.telemetry.events import Event
-from dsv4ctl.controlplane.telemetry.log import Telemetry
+from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 from dsv4ctl.controlplane.watchdog.watch import Watched, watch
 from dsv4ctl.policies import registry
 
@@ -114,8 +114,9 @@ class Supervisor:
             runner.fail(f"refused: {reason}")
 
     def lost(self, link: Link, reason: str) -> None:
-        self.telemetry.emit(Event.LINK_LOST, "warning", **_who(link.hello), reason=reason)
         runner = self.runner_of(link.incarnation)
+        level: Level = "info" if runner is None or runner.ending else "warning"
+        self.telemetry.emit(Event.LINK_LOST, level, **_who(link.hello), reason=reason)
         if runner is not None:
             runner.fail(f"rank {link.hello.rank}: link lost: {reason}")
 

@@ -9,7 +9,7 @@ import anyio
 import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, PoliciesConfig
-from dsv4ctl.controlplane.link.wire import AbortAck, OpenRoom, Quarantined, Received, RoomReport, ToRank
+from dsv4ctl.controlplane.link.wire import AbortAck, Quarantined, Received, RoomReport
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.telemetry.events import Event
@@ -64,14 +64,7 @@ async def test_a_room_is_known_to_every_rank_before_its_request(tmp_path: Path) 
 
 async def test_a_rank_that_never_allocates_costs_the_deadline_and_no_more(tmp_path: Path) -> None:
     def mute(rank: FakeRank) -> None:
-        plain = rank._frame
-
-        async def frame(frame: ToRank) -> None:
-            if not isinstance(frame, OpenRoom):
-                await plain(frame)
-
-        if rank.role.value == "decode":
-            rank._frame = frame  # type: ignore[method-assign]
+        rank.allocates = rank.role.value != "decode"
 
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=0.2, ack=1.0, fence=2.0))
     async with stage(config, mute) as running:

@@ -99,16 +99,21 @@ async def test_a_killed_engine_costs_its_rooms_and_serves_again(tmp_path: Path, 
 
 async def test_clients_of_a_dead_engine_do_not_wait_until_it_is_reaped(tmp_path: Path) -> None:
     """The answer comes at once; the room ends, and its pages may be reused, only after the reaping."""
-    async with stage(pair_config(tmp_path)) as running:
+
+    def mute(rank: FakeRank) -> None:
+        # No leg has begun: nothing but the supervisor can tell this client.
+        rank.allocates = rank.role is Role.PREFILL
+
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=600.0, ack=600.0))
+    async with stage(config, mute) as running:
         answers: list[int] = []
 
         async def request() -> None:
-            body = ask(prefill={"silent": True}, decode={"silent": True})
-            answers.append((await post(running, "/generate", body))[0])
+            answers.append((await post(running, "/generate", ask()))[0])
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(request)
-            await until(lambda: all(rank.running for rank in running.ranks.values()))
+            await until(lambda: all(rank.rooms for rank in running.ranks.values()))
             dying = running.processes["decode0"]
             dying.reapable = anyio.Event()
             dying.kill()
@@ -145,6 +150,30 @@ async def test_draining_one_engine_leaves_the_plane_and_resume_brings_it_back(tm
         status, _, _ = await post(running, "/generate", ask())
         assert status == 200
         assert running.code is None
+
+
+async def test_a_drain_ends_an_engine_between_two_lives_too(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        running.processes["decode0"].kill()
+        await until(lambda: bool(running.telemetry.of(Event.ENGINE_RESTARTING)))
+        drained = await running.plane.drain([], 20.0)
+        assert sorted(drained["drained"]) == ["decode0", "prefill0"]
+        await until(running.over.is_set)
+        assert running.code == 0
+        assert len(running.telemetry.of(Event.ENGINE_STARTED)) == 2
+
+
+async def test_an_engine_resumed_while_it_ends_begins_again(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        ending = running.processes["decode0"]
+        ending.reapable = anyio.Event()
+        running.tasks.start_soon(running.plane.drain, ["decode0"], 20.0)
+        await until(lambda: bool(running.telemetry.of(Event.ENGINE_STOPPING)))
+        assert (await running.plane.resume(["decode0"]))["resumed"] == ["decode0"]
+        ending.reapable.set()
+        await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
+        assert await _state(running, "decode0") == "ready"
+        assert running.telemetry.of(Event.ENGINE_RESTARTING) == []
 
 
 async def test_a_drain_that_runs_out_names_and_aborts_what_is_left(tmp_path: Path) -> None:
@@ -226,6 +255,7 @@ async def test_engines_end_with_a_killed_control_plane(tmp_path: Path) -> None:
     async with await anyio.open_process([sys.executable, "-c", parent]) as process:
         assert process.stdout is not None
         child = int(await process.stdout.receive())
+        await until(lambda: b"child.py" not in Path(f"/proc/{child}/cmdline").read_bytes())
         process.kill()
     await until(lambda: _gone(child))
 

@@ -76,6 +76,7 @@ class FakeRank:
     ranks: int = 1
     geometry: Geometry = GEOMETRY
     wire: int = WIRE_VERSION
+    allocates: bool = True  #: whether it reports a room as known
     acks: bool = True  #: whether aborts are acknowledged
     deaf: bool = False  #: whether it takes no notice of aborts at all
     log: list[tuple[str, str]] = field(default_factory=list)
@@ -140,7 +141,8 @@ class FakeRank:
             case OpenRoom():
                 self.rooms[frame.key.room] = frame.key
                 self.log.append(("open", str(frame.key)))
-                await self.send(RoomReport(frame.key, RoomState.ALLOCATED))
+                if self.allocates:
+                    await self.send(RoomReport(frame.key, RoomState.ALLOCATED))
             case Abort() if not self.deaf:
                 await self._abort(frame)
             case Fenced():
