@@ -150,7 +150,7 @@ async def dial(address: Address, events: PeerEvents, wanted: Callable[[], bool])
         except PeerRefusedError as error:
             events.refused(address, str(error))
             return
-        except (OSError, TimeoutError, *_LOST, anyio.IncompleteRead):
+        except (OSError, UnicodeError, *_LOST, anyio.IncompleteRead):  # UnicodeError: a host that can be no name
             pass
         await anyio.sleep(pause)
         pause = min(2 * pause, longest)

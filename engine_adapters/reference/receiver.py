@@ -30,8 +30,8 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
 from dsv4ctl.kernels.digest import Digests, fold
 
-#: Seconds between two looks for notifications: while rooms wait, and while none does.
-_BUSY, _IDLE = 0.001, 0.1
+#: Seconds between two looks for notifications: while some come, at most while rooms wait, and while none does.
+_BUSY, _QUIET, _IDLE = 0.001, 0.004, 0.1
 #: Threads that compare digests.
 _WORKERS = 2
 _OVER = (UnknownRoomError, Refusal)
@@ -103,11 +103,14 @@ class Receiver:
 
     async def run(self) -> None:
         """Takes in notifications, often while rooms wait for them."""
+        pause = _BUSY
         while True:
-            for writer, payload in self._transport.notifications():
+            found = self._transport.notifications()
+            for writer, payload in found:
                 self.notified(writer, payload)
+            pause = _BUSY if found else min(1.2 * pause, _QUIET)
             self._woken = anyio.Event()
-            with anyio.move_on_after(_BUSY if self._rooms else _IDLE):
+            with anyio.move_on_after(pause if self._rooms else _IDLE):
                 await self._woken.wait()
 
     def up(self, channel: Channel, address: Address) -> None:
@@ -164,6 +167,10 @@ class Receiver:
 
     def _expect(self, room: _Room) -> None:
         self._rooms[room.key] = room
+        host, port = room.address
+        if not (host and 0 < port < 65536):
+            self._fail(room, f"no prefill rank at {host!r} port {port}: a host and a port of 1 to 65535 expected")
+            return
         channel = self._channels.get(room.address)
         if channel is None:
             self._dial(room.address, room.peers)

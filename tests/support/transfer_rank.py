@@ -9,7 +9,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable
-from typing import Any, Literal
+from typing import Any, Literal, Self
 
 import msgspec
 import torch
@@ -93,7 +93,7 @@ class Rank:
             make_transport=make_transport,
         )
 
-    def __enter__(self) -> Rank:
+    def __enter__(self) -> Self:
         self.transfer.start(LIMIT)
         return self
 
@@ -273,6 +273,7 @@ def same_bytes(one: Rank, mine: PageTable, other: Rank, theirs: PageTable) -> bo
 def _main() -> None:
     with Rank(Role.DECODE, "D") as rank:
         rank.expect(rank.open("P"), 600, int(sys.argv[1]))
+        print("up", flush=True)
         sys.stdin.read()
 
 

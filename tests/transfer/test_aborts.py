@@ -12,9 +12,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-import transfer_rank
-from transfer_rank import KEY, LIMIT, PAGES, Rank, same_bytes
 
+import transfer_rank
 from dsv4ctl.controlplane.link.codec import encode
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.reader import Reader
@@ -22,6 +21,7 @@ from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomS
 from dsv4ctl.controlplane.tickets.types import LoadKind
 from dsv4ctl.engine_adapters.reference.nixl import Nixl, Status, Write
 from dsv4ctl.engine_adapters.reference.peer_wire import PeerRefused
+from transfer_rank import KEY, LIMIT, PAGES, Rank, same_bytes
 
 
 class Slow(Nixl):
@@ -32,7 +32,9 @@ class Slow(Nixl):
         self._let_go = let_go
 
     def poll(self, write: Write) -> Status:
-        return super().poll(write) if self._let_go.is_set() else "busy"
+        # NIXL is asked all the same: it sends a write's notification when its end is seen.
+        status = super().poll(write)
+        return status if self._let_go.is_set() else "busy"
 
 
 class Failing(Nixl):
@@ -42,14 +44,14 @@ class Failing(Nixl):
         return "error"
 
 
-@pytest.fixture()
+@pytest.fixture
 def let_go() -> Iterator[threading.Event]:
     event = threading.Event()
     yield event
     event.set()
 
 
-@pytest.fixture()
+@pytest.fixture
 def slow(let_go: threading.Event) -> Iterator[Rank]:
     """A prefill rank whose writes stay in flight until `let_go`."""
     with Rank(Role.PREFILL, "P", make_transport=lambda *rest: Slow(let_go, *rest)) as rank:
@@ -57,7 +59,7 @@ def slow(let_go: threading.Event) -> Iterator[Rank]:
         let_go.set()
 
 
-@pytest.fixture()
+@pytest.fixture
 def decode() -> Iterator[Rank]:
     with Rank(Role.DECODE, "D") as rank:
         yield rank
@@ -166,6 +168,11 @@ def test_an_unwanted_peer_is_not_called_for_ever(decode: Rank) -> None:
         decode.until(lambda: not decode.transfer._dialled)
 
 
+def test_a_request_without_a_peers_address_ends_its_room(decode: Rank) -> None:
+    decode.expect(decode.open("P"), 600, 0)
+    assert "port 0: a host and a port of 1 to 65535 expected" in decode.wait(RoomState.ABORTED).detail["reason"]
+
+
 def test_rooms_of_an_older_incarnation_are_not_continued(decode: Rank) -> None:
     with Rank(Role.PREFILL, "P2") as prefill:
         decode.expect(decode.open("P1"), 600, prefill.transfer.bootstrap_port)
@@ -174,7 +181,7 @@ def test_rooms_of_an_older_incarnation_are_not_continued(decode: Rank) -> None:
 
 def test_a_lost_connection_takes_no_room_with_it(slow: Rank, decode: Rank, let_go: threading.Event) -> None:
     _in_the_middle(slow, decode)
-    slow.transfer._inbox.put(lambda: slow.transfer._channels["D"].close())
+    slow.transfer._inbox.put(slow.transfer._channels["D"].close)
     table = slow.owned[KEY][0]
     for chunk in slow.chunks(table, 600)[1:]:
         slow.transfer.sender.chunk(KEY, chunk)
@@ -184,7 +191,9 @@ def test_a_lost_connection_takes_no_room_with_it(slow: Rank, decode: Rank, let_g
     slow.until(lambda: ("peer.lost", {"peer": "d", "peer_incarnation": "D"}) in slow.logged)
 
 
-def test_malformed_frames_are_counted_and_the_next_room_works(slow: Rank, decode: Rank, let_go: threading.Event) -> None:
+def test_malformed_frames_are_counted_and_the_next_room_works(
+    slow: Rank, decode: Rank, let_go: threading.Event
+) -> None:
     let_go.set()
     with socket.create_connection(("127.0.0.1", slow.transfer.bootstrap_port), LIMIT) as line:
         line.sendall(encode(decode.transfer.hello()))
@@ -216,7 +225,10 @@ def test_a_killed_peer_ends_its_room_and_no_other(slow: Rank, decode: Rank, let_
     script = Path(transfer_rank.__file__)
     port = str(slow.transfer.bootstrap_port)
     slow.open("D")
-    with subprocess.Popen([sys.executable, str(script), port], stdin=subprocess.PIPE) as peer:
+    command = [sys.executable, str(script), port]
+    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True) as peer:
+        assert peer.stdout is not None
+        assert peer.stdout.readline() == "up\n"
         table, load = slow.take(600, LoadKind.FORWARD)
         slow.fill(table, 0)
         slow.land(load)

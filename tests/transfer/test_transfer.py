@@ -5,22 +5,21 @@ from __future__ import annotations
 from collections.abc import Iterator
 
 import pytest
-from transfer_rank import KEY, PAGES, Rank, same_bytes
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey, RoomState
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from transfer_rank import KEY, PAGES, Rank, same_bytes
 
 
-
-@pytest.fixture()
+@pytest.fixture
 def prefill() -> Iterator[Rank]:
     with Rank(Role.PREFILL, "P") as rank:
         yield rank
 
 
-@pytest.fixture()
+@pytest.fixture
 def decode() -> Iterator[Rank]:
     with Rank(Role.DECODE, "D") as rank:
         yield rank
