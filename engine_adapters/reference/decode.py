@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any, Protocol
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
+from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import Load
@@ -160,6 +161,11 @@ class Decode:
 
     def finish(self, sequence: Sequence, reason: str) -> None:
         """The last token is out. Raises Refusal or UnknownRoomError if the room was aborted meanwhile."""
-        # `finished` comes first: it refuses on an aborted room, and then the forward is ended by its drop alone.
-        self._agent.apply(sequence.key, lambda reader: [*reader.finished(), *reader.forward_end()])
+
+        def over(reader: Reader) -> list[Effect]:
+            if not reader.live:  # nothing may change: the drop of the sequence ends the forward
+                raise Refusal(f"room {sequence.key} is {reader.state.value}: may not finish")
+            return [*reader.forward_end(), *reader.finished()]
+
+        self._agent.apply(sequence.key, over)
         sequence.finish(reason)
