@@ -5,27 +5,39 @@ A single engine uses it too, with no peers: nobody else writes its pages.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from dsv4ctl.controlplane.rooms.effects import Effect, Enter, Quarantine, Refusal, ReleasePages, TellPeer
-from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.effects import Effect, Quarantine, Refusal, ReleasePages
+from dsv4ctl.controlplane.rooms.half import Half, Move
+from dsv4ctl.controlplane.rooms.states import ABORTS, LIVE, TERMINAL, AbortSource, Quiet, RoomState
+
+_ALL = frozenset(RoomState)
+_LANDED = frozenset({RoomState.LANDED, RoomState.VERIFIED, RoomState.DECODING})
 
 
 @dataclass(slots=True)
-class Reader:
-    key: RoomKey
-    peers: tuple[str, ...]  #: incarnations of the writing ranks
-    state: RoomState = RoomState.ALLOCATED
-    source: AbortSource | None = None
-    reason: str | None = None
-    forwards: int = 0  #: forwards launched for the room and not finished
+class Reader(Half):
+    """`peers` are the writing ranks."""
+
     quarantined: bool = False
     _writing: set[str] = field(default_factory=set)  #: peers that may still write: exposed and not yet quiet
+    _poisoned: set[str] = field(default_factory=set)  #: of those, the ones that only a fence makes quiet
     _landed: set[str] = field(default_factory=set)
 
-    @property
-    def live(self) -> bool:
-        return self.state not in ABORTS and self.state not in TERMINAL
+    MOVES: ClassVar[Mapping[str, Move]] = {
+        "expose": Move(LIVE, RoomState.BOOTSTRAPPING),
+        "landed": Move(_ALL - {RoomState.ALLOCATED}, RoomState.LANDED, "live, the last peer"),
+        "verified": Move(_LANDED, RoomState.VERIFIED),
+        "forward_begin": Move(_LANDED, RoomState.DECODING),
+        "prefill_begin": Move(LIVE, RoomState.LOADING, "a single engine's `forward_begin`"),
+        "decoding": Move(_LANDED | {RoomState.LOADING}, RoomState.DECODING),
+        "finished": Move(frozenset({RoomState.DECODING}), RoomState.CLOSED, "no forward; otherwise refused"),
+        "abort": Move(LIVE, RoomState.ABORTING),
+        "busy": Move(ABORTS - TERMINAL, RoomState.QUIESCING, "a peer that may write, or a forward"),
+        "quiet": Move(ABORTS - TERMINAL, RoomState.ABORTED, "no peer that may write, no forward"),
+    }
 
     @property
     def awaiting(self) -> frozenset[str]:
@@ -33,72 +45,62 @@ class Reader:
         return frozenset(self._writing)
 
     def expose(self) -> list[Effect]:
-        """The destination pages are about to be told to every peer: from here each of them may write."""
-        self._refuse_unless_live("expose its pages")
-        self._writing = set(self.peers)
-        return self._advance(RoomState.BOOTSTRAPPING)
+        """The destination pages are about to be told to every peer: from here each of them may write. Idempotent."""
+        entered = self._move("expose")
+        if entered:
+            self._writing = set(self.peers)
+        return entered
 
     def landed(self, peer: str) -> list[Effect]:
         """The last bytes of `peer` are here; it posts nothing more. A repeated or late report changes nothing."""
-        if peer not in self.peers:
-            raise Refusal(f"room {self.key}: {peer} takes no part in it")
-        self._writing.discard(peer)
+        self._check_peer(peer)
+        self._check("landed")
         self._landed.add(peer)
-        if self.state in ABORTS:
-            return self._settle()
-        if len(self._landed) == len(self.peers):
-            return self._advance(RoomState.LANDED)
-        return []
+        self._writing -= {peer} - self._poisoned
+        if self.live and len(self._landed) == len(self.peers):
+            return self._move("landed")
+        return self._settle()
 
     def verified(self) -> list[Effect]:
         """Every digest matched (or the policy asks for none). Raises Refusal before everything landed."""
-        self._refuse_unless_live("be verified")
-        if self._landed != set(self.peers):
-            raise Refusal(f"room {self.key}: verified before everything landed")
-        return self._advance(RoomState.VERIFIED)
+        return self._move("verified")
 
     def forward_begin(self) -> list[Effect]:
-        """A step reads the room's pages. Raises Refusal while a writer may still write, or once aborting."""
-        self._refuse_unless_live("launch a forward")
-        if self._writing:
-            raise Refusal(f"room {self.key}: decode before everything landed")
-        self.forwards += 1
-        return self._advance(RoomState.DECODING if self.peers else RoomState.LOADING)
+        """A step reads the room's pages. Raises Refusal before everything landed, or once aborting."""
+        return self._launch("forward_begin" if self.peers else "prefill_begin")
 
     def forward_end(self) -> list[Effect]:
-        if not self.forwards:
-            raise Refusal(f"room {self.key}: a forward ended that was not launched")
-        self.forwards -= 1
+        self._end_forward()
         return self._settle()
 
     def decoding(self) -> list[Effect]:
         """Single engine: the prompt is computed, tokens follow."""
-        self._refuse_unless_live("decode")
-        return self._advance(RoomState.DECODING)
+        return self._move("decoding")
 
     def finished(self) -> list[Effect]:
-        """The last token is out."""
-        self._refuse_unless_live("finish")
-        self.state = RoomState.CLOSED
-        return [ReleasePages(), Enter(self.state)]
+        """The last token is out. Raises Refusal while a forward of the room runs."""
+        self._check("finished")
+        if self.forwards:
+            raise Refusal(f"room {self.key}: finished with {self.forwards} forwards running")
+        return [ReleasePages(), *self._move("finished")]
 
     def abort(self, source: AbortSource, reason: str) -> list[Effect]:
-        """Begins the abort: every peer that may still write is told, and its ack awaited. Idempotent."""
-        if not self.live:
-            return []
-        self.source, self.reason = source, reason
-        self.state = RoomState.ABORTING
-        told: list[Effect] = [TellPeer(peer, source, reason) for peer in self.peers]
-        return [Enter(self.state), *told, *self._settle()]
+        """Begins the abort: every peer is told, and the ack of each that may still write is awaited. Idempotent."""
+        return [*self._begin_abort(source, reason), *self._settle()] if self.live else []
 
     def ack(self, peer: str, outcome: Quiet) -> list[Effect]:
-        """`peer` is quiet; poisoned: its writes ended without a known state, so the pages wait for its fence."""
-        if peer not in self.peers:
-            raise Refusal(f"room {self.key}: {peer} takes no part in it")
-        if outcome is Quiet.POISONED:
-            return self._quarantine((peer,))
-        self._writing.discard(peer)
-        return self._settle()
+        """`peer` is quiet; poisoned: its writes ended without a known state, so the pages wait for its fence.
+
+        Its room is aborted in either case: without its bytes ours can't go on.
+        """
+        self._check_peer(peer)
+        if self.state in TERMINAL or (outcome is Quiet.QUIET and peer in self._poisoned):
+            return []
+        if outcome is Quiet.QUIET:
+            return self._quiet(peer, f"peer {peer} aborted")
+        self._poisoned.add(peer)
+        self._writing.add(peer)
+        return [*self.abort(AbortSource.ENGINE_FAULT, f"poisoned by {peer}"), *self._quarantine((peer,))]
 
     def fenced(self, peer: str) -> list[Effect]:
         """The process of `peer` is gone: it writes nothing any more, and the room cannot go on without it.
@@ -107,10 +109,8 @@ class Reader:
         """
         if peer not in self.peers:
             return []
-        self._writing.discard(peer)
-        if self.live and peer not in self._landed:
-            return self.abort(AbortSource.ENGINE_FAULT, f"peer {peer} ended")
-        return self._settle()
+        self._poisoned.discard(peer)
+        return self._quiet(peer, f"peer {peer} ended")
 
     def ack_overdue(self) -> list[Effect]:
         """The ack deadline passed: a time-out frees nothing, it quarantines."""
@@ -118,29 +118,21 @@ class Reader:
             return []
         return self._quarantine(tuple(sorted(self._writing)))
 
+    def _quiet(self, peer: str, why: str) -> list[Effect]:
+        self._writing.discard(peer)
+        if self.live and peer not in self._landed:
+            return self.abort(AbortSource.ENGINE_FAULT, why)
+        return self._settle()
+
     def _quarantine(self, peers: tuple[str, ...]) -> list[Effect]:
-        if self.quarantined or self.state in TERMINAL:
+        if self.quarantined:
             return []
         self.quarantined = True
-        return [*self.abort(AbortSource.ENGINE_FAULT, f"poisoned by {', '.join(peers)}"), Quarantine(peers)]
-
-    def _refuse_unless_live(self, what: str) -> None:
-        if not self.live:
-            raise Refusal(f"room {self.key} is {self.state.value}: may not {what}")
-
-    def _advance(self, state: RoomState) -> list[Effect]:
-        if self.live and FORWARD.index(state) > FORWARD.index(self.state):
-            self.state = state
-            return [Enter(state)]
-        return []
+        return [Quarantine(peers)]
 
     def _settle(self) -> list[Effect]:
-        if self.state not in ABORTS or self.state is RoomState.ABORTED:
+        if self.state not in ABORTS - TERMINAL:
             return []
-        if not self._writing and not self.forwards:
-            self.state = RoomState.ABORTED
-            return [ReleasePages(), Enter(self.state)]
-        if self.state is RoomState.ABORTING:
-            self.state = RoomState.QUIESCING
-            return [Enter(self.state)]
-        return []
+        if self._writing or self.forwards:
+            return self._move("busy")
+        return [ReleasePages(), *self._move("quiet")]

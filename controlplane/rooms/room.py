@@ -10,9 +10,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
-
-_ORDER = {state: index for index, state in enumerate(FORWARD)}
+from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, NEXT, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
 
 
 class ParticipantInfo(NamedTuple):
@@ -59,8 +57,9 @@ class _Participant:
     info: ParticipantInfo
     state: RoomState = RoomState.ALLOCATED
     reported: bool = False
-    done: bool = False
+    done: bool = False  #: closed, acknowledged or fenced; a report of `aborted` alone is no proof of quiet
     fencing: bool = False
+    poisoned: bool = False  #: only its fence proves that it is quiet
 
 
 @dataclass(slots=True)
@@ -103,12 +102,14 @@ class Room:
         if self.state in TERMINAL or rank.done:
             return []
         rank.reported = True
-        rank.state = state
         self.details.update(detail)
-        if state in ABORTS:
-            return self._rank_aborts(rank, state, detail, now)
-        if state is RoomState.CLOSED:
-            rank.done = True
+        if rank.state in ABORTS and state not in ABORTS:
+            return []
+        rank.state = state
+        rank.done = state is RoomState.CLOSED
+        if state in ABORTS and self.state not in ABORTS:
+            reason = str(detail.get("reason") or f"{rank.info.engine} rank {rank.info.rank} aborted the room")
+            return self.abort(_source(detail), reason, now)
         return list(self._settle(now) if self.state in ABORTS else self._advance(now))
 
     def abort(self, source: AbortSource, reason: str, now: float) -> list[Effect]:
@@ -117,9 +118,7 @@ class Room:
             return []
         self.source, self.reason = source, reason
         effects: list[Effect] = [self._enter(RoomState.ABORTING, now)]
-        effects += [
-            SendAbort(name, self.key, source, reason) for name, rank in self._ranks.items() if not rank.done
-        ]
+        effects += [SendAbort(name, self.key, source, reason) for name, rank in self._ranks.items() if not rank.done]
         return effects + list(self._settle(now))
 
     def ack(self, incarnation: str, outcome: Quiet, now: float) -> list[Effect]:
@@ -127,13 +126,15 @@ class Room:
         rank = self._rank(incarnation)
         if self.state in TERMINAL or rank.done:
             return []
+        name = f"{rank.info.engine} rank {rank.info.rank}"
         if outcome is Quiet.POISONED:
-            return list(self._fence(incarnation, "poisoned: its writes ended without a known state"))
-        rank.done = True
+            rank.poisoned, rank.state = True, RoomState.QUIESCING
+            effects = self.abort(AbortSource.ENGINE_FAULT, f"{name}: writes ended without a known state", now)
+            return effects + list(self._fence(incarnation, "poisoned: its writes ended without a known state"))
+        rank.done = not rank.poisoned
         rank.state = RoomState.ABORTED
-        if self.state in ABORTS:
-            return list(self._settle(now))
-        return self._rank_aborts(rank, RoomState.ABORTED, {}, now)
+        effects = self.abort(AbortSource.ENGINE_FAULT, f"{name} aborted the room", now)
+        return effects or list(self._settle(now))
 
     def fenced(self, incarnation: str, now: float) -> list[Effect]:
         """The process of `incarnation` is killed and reaped. No effect if it takes no part."""
@@ -176,26 +177,14 @@ class Room:
             rank.fencing = True
             yield Fence(incarnation, self.key, reason)
 
-    def _rank_aborts(
-        self, rank: _Participant, state: RoomState, detail: Mapping[str, Any], now: float
-    ) -> list[Effect]:
-        """A rank began (or finished) aborting. If it was first, the others are told."""
-        rank.done = state is RoomState.ABORTED
-        if self.state in ABORTS:
-            return list(self._settle(now))
-        source = AbortSource(detail.get("source", AbortSource.ENGINE_FAULT.value))
-        reason = str(detail.get("reason", f"{rank.info.engine} rank {rank.info.rank} aborted the room"))
-        return self.abort(source, reason, now)
-
     def _advance(self, now: float) -> Iterator[Effect]:
         """Not aborted: the room is where its furthest rank is, and closed once all are."""
         if all(rank.done for rank in self._ranks.values()):
             yield self._enter(RoomState.CLOSED, now)
             yield Ended(self.key, RoomState.CLOSED, None)
             return
-        states = [rank.state for rank in self._ranks.values() if rank.state is not RoomState.CLOSED]
-        furthest = max(states, key=_ORDER.__getitem__)
-        if _ORDER[furthest] > _ORDER[self.state]:
+        furthest = max((rank.state for rank in self._ranks.values() if not rank.done), key=FORWARD.index)
+        if furthest in NEXT[self.state]:
             yield self._enter(furthest, now)
 
     def _settle(self, now: float) -> Iterator[Effect]:
@@ -217,3 +206,11 @@ class Room:
         elif state is not RoomState.QUIESCING:
             self._due = now + self.deadlines[state.value]
         return Entered(self.key, state)
+
+
+def _source(detail: Mapping[str, Any]) -> AbortSource:
+    """Who asked for the abort, as the rank says; whatever it says, the room is aborted (S6)."""
+    try:
+        return AbortSource(detail.get("source"))
+    except ValueError:
+        return AbortSource.ENGINE_FAULT

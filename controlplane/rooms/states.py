@@ -51,6 +51,14 @@ FORWARD: tuple[RoomState, ...] = (
 ABORT: tuple[RoomState, ...] = (RoomState.ABORTING, RoomState.QUIESCING, RoomState.ABORTED)
 TERMINAL = frozenset({RoomState.CLOSED, RoomState.ABORTED})
 ABORTS = frozenset(ABORT)
+#: States of a room that may still become `closed`.
+LIVE = frozenset(FORWARD) - TERMINAL
+#: The states that may follow each: states are skipped, never repeated or undone. Every machine enters by this table.
+NEXT: dict[RoomState, frozenset[RoomState]] = {
+    **{state: frozenset((*FORWARD[at + 1 :], RoomState.ABORTING)) for at, state in enumerate(FORWARD)},
+    **{state: frozenset(ABORT[at + 1 :]) for at, state in enumerate(ABORT)},
+    RoomState.CLOSED: frozenset(),
+}
 
 
 class AbortSource(Enum):

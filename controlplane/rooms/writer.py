@@ -2,60 +2,72 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
+from typing import ClassVar
 
-from dsv4ctl.controlplane.rooms.effects import AckPeer, Effect, Enter, Refusal, ReleasePages, TellPeer
-from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.effects import AckPeer, Effect, Refusal, ReleasePages
+from dsv4ctl.controlplane.rooms.half import Half, Move
+from dsv4ctl.controlplane.rooms.states import ABORTS, LIVE, TERMINAL, AbortSource, Quiet, RoomState
 
 
 @dataclass(slots=True)
-class Writer:
-    """Source pages are released once every peer has all bytes, or the room is aborted and nothing is in flight."""
+class Writer(Half):
+    """Source pages are released once every peer has all bytes, or the room is aborted and nothing is in flight.
 
-    key: RoomKey
-    peers: tuple[str, ...]  #: incarnations of the reading ranks; each is an ack target of its own
-    state: RoomState = RoomState.ALLOCATED
-    source: AbortSource | None = None
-    reason: str | None = None
+    `peers` are the reading ranks; each is an ack target of its own.
+    """
+
     in_flight: int = 0  #: writes posted and not completed
-    forwards: int = 0  #: forwards launched for the room and not finished
     poisoned: bool = False
     destinations: set[str] = field(default_factory=set)  #: peers that told us their pages
     _sent_all: bool = False
 
+    MOVES: ClassVar[Mapping[str, Move]] = {
+        "destination": Move(LIVE | ABORTS, RoomState.BOOTSTRAPPING, "live"),
+        "forward_begin": Move(LIVE, RoomState.LOADING),
+        "post": Move(LIVE, RoomState.SENDING, "not all was sent"),
+        "sent_all": Move(LIVE, RoomState.CLOSED, "no write in flight, no forward"),
+        "abort": Move(LIVE, RoomState.ABORTING),
+        "busy": Move(ABORTS - TERMINAL, RoomState.QUIESCING, "a write in flight or a forward"),
+        "quiet": Move(ABORTS - TERMINAL, RoomState.ABORTED, "no write in flight, no forward"),
+    }
+
     @property
-    def live(self) -> bool:
-        return self.state not in ABORTS and self.state not in TERMINAL
+    def told(self) -> bool:
+        """Every peer has pages for the room, and told them."""
+        return self.destinations == set(self.peers)
 
     def destination(self, peer: str) -> list[Effect]:
         """`peer` told us where to write. Raises Refusal for a peer that takes no part.
 
         In an aborted room the answer is the ack that the peer must not miss.
         """
-        if peer not in self.peers:
-            raise Refusal(f"room {self.key}: {peer} takes no part in it")
+        self._check_peer(peer)
+        self._check("destination")
         self.destinations.add(peer)
         if self.state is RoomState.ABORTED:
             return [AckPeer(peer, self._outcome())]
-        return self._advance(RoomState.BOOTSTRAPPING)
+        return self._move("destination")
 
     def forward_begin(self) -> list[Effect]:
         """Raises Refusal once the room is aborting: no forward is launched for it any more."""
-        self._refuse_unless_live("launch a forward")
-        self.forwards += 1
-        return self._advance(RoomState.LOADING)
+        return self._launch("forward_begin")
 
     def forward_end(self) -> list[Effect]:
-        if not self.forwards:
-            raise Refusal(f"room {self.key}: a forward ended that was not launched")
-        self.forwards -= 1
+        self._end_forward()
         return self._settle()
 
     def post(self) -> list[Effect]:
-        """A write is about to be posted. Raises Refusal once the room is aborting: nothing is posted any more."""
-        self._refuse_unless_live("post a write")
+        """A write is about to be posted.
+
+        Raises Refusal once the room is aborting or all was sent: nothing is posted any more.
+        """
+        if self._sent_all:
+            raise Refusal(f"room {self.key}: a write after the last one")
+        entered = self._move("post")
         self.in_flight += 1
-        return self._advance(RoomState.SENDING)
+        return entered
 
     def written(self, ok: bool) -> list[Effect]:
         """A posted write ended; `ok` False: with an unknown state, so the room is poisoned (S6)."""
@@ -69,61 +81,35 @@ class Writer:
 
     def sent_all(self) -> list[Effect]:
         """The last write of the room has been posted."""
-        self._refuse_unless_live("finish sending")
+        self._check("sent_all")
         self._sent_all = True
         return self._settle()
 
     def abort(self, source: AbortSource, reason: str) -> list[Effect]:
         """Begins the abort: peers are told, nothing is posted any more. Idempotent."""
-        if self.state in ABORTS or self.state in TERMINAL:
-            return []
-        self.source, self.reason = source, reason
-        self.state = RoomState.ABORTING
-        told: list[Effect] = [TellPeer(peer, source, reason) for peer in self.peers]
-        return [Enter(self.state), *told, *self._settle()]
+        return [*self._begin_abort(source, reason), *self._settle()] if self.live else []
 
     def peer_abort(self, peer: str, source: AbortSource, reason: str) -> list[Effect]:
         """`peer` aborted the room and waits for our ack: one comes for it, now or when we are quiet."""
-        if peer not in self.peers:
-            raise Refusal(f"room {self.key}: {peer} takes no part in it")
+        self._check_peer(peer)
         if self.state in TERMINAL:
             return [AckPeer(peer, self._outcome())]
         return self.abort(source, reason)
 
     def fenced(self, peer: str) -> list[Effect]:
         """`peer` is gone: the room cannot go on."""
-        if peer not in self.peers:
-            return []
-        return self.abort(AbortSource.ENGINE_FAULT, f"peer {peer} ended")
+        return self.abort(AbortSource.ENGINE_FAULT, f"peer {peer} ended") if peer in self.peers else []
 
     def _outcome(self) -> Quiet:
         return Quiet.POISONED if self.poisoned else Quiet.QUIET
 
-    def _refuse_unless_live(self, what: str) -> None:
-        if not self.live:
-            raise Refusal(f"room {self.key} is {self.state.value}: may not {what}")
-
-    def _advance(self, state: RoomState) -> list[Effect]:
-        if self.live and FORWARD.index(state) > FORWARD.index(self.state):
-            self.state = state
-            return [Enter(state)]
-        return []
-
     def _settle(self) -> list[Effect]:
         quiet = not self.in_flight and not self.forwards
-        if self.state in ABORTS and self.state is not RoomState.ABORTED:
-            if not quiet:
-                return self._quiescing()
-            self.state = RoomState.ABORTED
-            acks: list[Effect] = [AckPeer(peer, self._outcome()) for peer in self.peers]
-            return [*acks, ReleasePages(), Enter(self.state)]
-        if quiet and self._sent_all and self.live:
-            self.state = RoomState.CLOSED
-            return [ReleasePages(), Enter(self.state)]
-        return []
-
-    def _quiescing(self) -> list[Effect]:
-        if self.state is RoomState.QUIESCING:
+        if self.live:
+            return [ReleasePages(), *self._move("sent_all")] if quiet and self._sent_all else []
+        if self.state in TERMINAL:
             return []
-        self.state = RoomState.QUIESCING
-        return [Enter(self.state)]
+        if not quiet:
+            return self._move("busy")
+        acks: list[Effect] = [AckPeer(peer, self._outcome()) for peer in self.peers]
+        return [*acks, ReleasePages(), *self._move("quiet")]
