@@ -131,8 +131,7 @@ async def aborted_from(client: Client, rid: str, ids: list[int], new: int, wante
     finally:
         if stopped:
             await client.signal(PREFILL, signal.SIGCONT)
-    await client.until_no_rooms()
-    history = [entry["state"] for entry in (await client.room(number))["history"]]
+    history = [entry["state"] for entry in (await client.until_ended(number))["history"]]
     if history[-1] == "closed":
         return "closed"
     assert history[-1] == "aborted"
@@ -153,14 +152,10 @@ async def test_an_abort_in_every_state_ends_the_room_on_both_sides(deployment: D
                     wanted = min(missing, key=STATES.index) if tries % 2 else max(missing, key=STATES.index)
                     tries += 1
                     ids = prompt(100 + tries, 10 * PAGE + 50)
-                    missing.discard(await aborted_from_company(client, f"victim-{tries}-", ids, wanted))
+                    missing.discard(await aborted_from(client, f"victim-{tries}-", ids, 50, wanted))
             await client.http.post(f"{client.gateway}/abort_request", json={"rid": "company-"})
         await client.check_no_page_lost()
         assert all(engine["restarts"] == 0 for engine in (await client.engines()).values())
-
-
-async def aborted_from_company(client: Client, rid: str, ids: list[int], wanted: str) -> str:
-    return await aborted_from(client, rid, ids, 50, wanted)
 
 
 # ---- one room, in every way ---------------------------------------------------------------------------
@@ -200,9 +195,8 @@ async def test_every_way_to_abort_ends_a_decoding_room(
             assert await in_state(client, number, "decoding")
             began = time.monotonic()
             await way(client, number, rid, tasks.cancel_scope.cancel)
-        await client.until_no_rooms()
+        room = await client.until_ended(number)
         assert time.monotonic() - began <= CLOSED_WITHIN
-        room = await client.room(number)
         assert (room["state"], room["source"]) == ("aborted", source)
         if way is not by_leaving:
             (reply,) = replies

@@ -217,6 +217,15 @@ class Client:
 
         await self.until("every engine is ready", ready)
 
+    async def until_ended(self, number: int) -> dict[str, Any]:
+        """The room, once both sides have closed or aborted it."""
+
+        async def ended() -> dict[str, Any] | None:
+            room = await self.room(number)
+            return room if room["state"] in _ENDED else None
+
+        return dict(await self.until(f"room {number} has ended", ended))
+
     async def until_no_rooms(self, deadline: float = PATIENCE) -> None:
         async def none() -> bool:
             return not await self.rooms()
