@@ -152,15 +152,14 @@ class Supervisor:
         self.desk.lost(engine.ranks, f"{engine.name}: {cause}")
         self.changes.notify()
         assert self._tasks is not None
-        self._tasks.start_soon(self._evidence_then_fail, engine, tuple(engine.ranks), cause)
+        self._tasks.start_soon(self._evidence_then_fail, engine, cause)
 
-    async def _evidence_then_fail(self, engine: Engine, incarnations: tuple[str, ...], cause: str) -> None:
-        """For this life only: an engine that ended meanwhile is not failed a second time."""
+    async def _evidence_then_fail(self, engine: Engine, cause: str) -> None:
+        """An engine that ends meanwhile loses its links first, which ends this wait before its next life."""
         async with anyio.create_task_group() as tasks:
             for rank in list(engine.ranks.values()):
                 tasks.start_soon(self._evidence, rank, cause)
-        if tuple(engine.ranks) == incarnations:
-            self.runners[engine.name].fail(cause)
+        self.runners[engine.name].fail(cause)
 
     async def _evidence(self, rank: Rank, cause: str) -> None:
         found: dict[str, Any] = {}

@@ -13,6 +13,7 @@ import openai
 import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, GatewayConfig, LimitsConfig
+from dsv4ctl.controlplane.gateway import exchange
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import CONTEXT_TOKENS, FakeRank
 from running import Stage, ask, events_of, pair_config, post, stage, streaming, until
@@ -247,8 +248,12 @@ async def test_an_abort_answers_its_client_even_if_no_engine_reacts(tmp_path: Pa
         assert running.telemetry.of(Event.ROOM_ABORTED) == []
 
 
-async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path) -> None:
-    """No byte went out yet: the client never learns of it. The second time it does."""
+async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """No byte went out yet: the client never learns of it. The second time it does.
+
+    The verdict comes over the link, after the HTTP error that it caused.
+    """
+    monkeypatch.setattr(exchange, "REASON_GRACE", 20.0)
     async with stage(pair_config(tmp_path)) as running:
         body = ask(decode={"mismatch": True})
         status, _, answer = await post(running, "/generate", body)

@@ -89,10 +89,12 @@ async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: P
         assert "decode engine decode0" in running.telemetry.of(Event.ROOM_ABORTED)[0]["reason"]
 
 
-async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Path) -> None:
-    """Probe E: SIGTERM during a stream."""
+@pytest.mark.parametrize("closes_first", [False, True])
+async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Path, closes_first: bool) -> None:
+    """Probe E: SIGTERM during a stream, its room still open or closed already."""
     async with stage(pair_config(tmp_path)) as running:
-        async with streaming(running, ask(decode={"tokens": 20, "interval": 0.05})) as answer:
+        decode = {"tokens": 20, "interval": 0.05, "closes_first": closes_first}
+        async with streaming(running, ask(decode=decode)) as answer:
             await answer.content.readany()
             running.tasks.start_soon(running.plane.drain, [], None)
             await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))

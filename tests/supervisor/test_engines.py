@@ -163,6 +163,36 @@ async def test_a_drain_ends_an_engine_between_two_lives_too(tmp_path: Path) -> N
         assert len(running.telemetry.of(Event.ENGINE_STARTED)) == 2
 
 
+async def test_an_engine_that_dies_while_it_drains_is_drained(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        drained: list[dict[str, Any]] = []
+
+        async def request() -> None:
+            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 502
+
+        async def drain() -> None:
+            drained.append(await running.plane.drain(["decode0"], 20.0))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request)
+            await until(lambda: running.ranks["decode0"].running == 1)
+            tasks.start_soon(drain)
+            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+            running.processes["decode0"].kill()
+        assert drained == [{"drained": ["decode0"], "left": []}]
+        assert running.telemetry.of(Event.ENGINE_RESTARTING) == []
+
+
+async def test_a_wedged_engine_that_gives_no_evidence_is_ended_all_the_same(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path, limits=LimitsConfig(quarantine_max=4))) as running:
+        first = running.ranks["decode0"]
+        first.answers = False
+        first.quarantined = 5
+        await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
+        assert running.ranks["decode0"] is not first
+        assert "stacks" not in running.telemetry.of(Event.ENGINE_EVIDENCE)[0]
+
+
 async def test_an_engine_resumed_while_it_ends_begins_again(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path)) as running:
         ending = running.processes["decode0"]

@@ -5,7 +5,8 @@ own loop. A request's field `fake` says what each leg does, by role:
   status: answer with this status; wait: seconds before anything; tokens, interval: the stream;
   die_after: drop the connection after so many tokens; error_after, end_after: say so, or
   end the stream without a word, instead;
-  wedge: stop stepping for ever; silent: never answer; mismatch: report what landed as wrong.
+  wedge: stop stepping for ever; silent: never answer; mismatch: report what landed as wrong;
+  closes_first: close the room before the stream.
 """
 
 from __future__ import annotations
@@ -76,6 +77,7 @@ class FakeRank:
     ranks: int = 1
     geometry: Geometry = GEOMETRY
     wire: int = WIRE_VERSION
+    answers: bool = True  #: whether it answers queries
     allocates: bool = True  #: whether it reports a room as known
     acks: bool = True  #: whether aborts are acknowledged
     deaf: bool = False  #: whether it takes no notice of aborts at all
@@ -112,14 +114,15 @@ class FakeRank:
                 )
             )
             async with anyio.create_task_group() as tasks:
-                await self._frames(tasks.start_soon)
+                self._start_soon = tasks.start_soon
+                await self._frames()
                 tasks.cancel_scope.cancel()
         if self.refused is not None:
             raise RuntimeError(self.refused)
 
     # ---- link -------------------------------------------------------------------------------------
 
-    async def _frames(self, start_soon: Callable[..., None]) -> None:
+    async def _frames(self) -> None:
         decoder: Decoder[ToRank] = Decoder(ToRank)
         while True:
             try:
@@ -128,7 +131,7 @@ class FakeRank:
                 return
             for frame in decoder.feed(data):
                 if isinstance(frame, Welcome):
-                    start_soon(self._progress, frame.progress_interval)
+                    self._start_soon(self._progress, frame.progress_interval)
                 elif isinstance(frame, FrameError):
                     raise frame
                 else:
@@ -149,6 +152,8 @@ class FakeRank:
                 self.log.append(("fenced", frame.incarnation))
             case SetGuards():
                 self.guards_off = frame.off
+            case Query() if not self.answers:
+                pass
             case Query(what="stacks"):
                 await self.send(Answer(frame.id, "File fake_engine.py, in _leg"))
             case Query(what="flush") if self.running:
@@ -233,8 +238,7 @@ class FakeRank:
         if len(json.dumps(body)) > CONTEXT_TOKENS:
             return _error(400, f"the prompt is longer than {CONTEXT_TOKENS} tokens", "context_length_exceeded")
         if "mismatch" in does and key.room not in self.aborted:
-            detail = {"source": "integrity", "reason": "index_k differs", "digest_mismatches": ["index_k"]}
-            await self.send(RoomReport(key, RoomState.ABORTED, detail))
+            self._start_soon(self._late_verdict, key)
             return _error(500, "integrity: index_k differs")
         if self.role is Role.PREFILL:
             await self._advance(key, RoomState.BOOTSTRAPPING, RoomState.SENDING)
@@ -252,6 +256,8 @@ class FakeRank:
     ) -> web.StreamResponse:
         response = web.StreamResponse(headers={"content-type": "text/event-stream"})
         await response.prepare(request)
+        if does.get("closes_first"):
+            await self._close(key, {})
         for number, token in enumerate(tokens):
             if number == does.get("die_after"):
                 assert request.transport is not None
@@ -266,10 +272,17 @@ class FakeRank:
                 return response
             await response.write(b"data: " + json.dumps(_chunk(request.path, token)).encode() + b"\n\n")
             await anyio.sleep(does.get("interval", 0))
-        await self._close(key, {})
+        if not does.get("closes_first"):
+            await self._close(key, {})
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    async def _late_verdict(self, key: RoomKey) -> None:
+        """The link is slower than the HTTP answer."""
+        await anyio.sleep(0.05)
+        detail = {"source": "integrity", "reason": "index_k differs", "digest_mismatches": ["index_k"]}
+        await self.send(RoomReport(key, RoomState.ABORTED, detail))
 
     async def _advance(self, key: RoomKey, first: RoomState, last: RoomState) -> None:
         for state in FORWARD[FORWARD.index(first) : FORWARD.index(last) + 1]:
