@@ -89,6 +89,11 @@ class Deployment:
         records = [json.loads(line) for line in lines if line.startswith("{")]
         return [record for record in records if record["event"] in names]
 
+    def complaints(self) -> str:
+        """The log's latest warnings and errors, for whoever reads why a test failed."""
+        lines = self.log.read_text().splitlines()
+        return "\n".join([line[:600] for line in lines if '"level":"debug"' not in line and '"level":"info"' not in line][-25:])
+
     def pids(self) -> list[int]:
         """Every living process of this deployment."""
         return [pid for pid in _all_pids() if f"{_MARK}={self._mark}".encode() in _environment(pid)]
@@ -284,6 +289,9 @@ def deployed(config: str = "", *, prefill: str = "", decode: str = "") -> Iterat
     try:
         _wait_ready(deployment)
         yield deployment
+    except BaseException as error:
+        error.add_note(deployment.complaints())
+        raise
     finally:
         deployment.stop()
 
