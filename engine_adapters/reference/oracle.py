@@ -1,8 +1,9 @@
 """The oracle: the same model, one request at a time, private pools, no cache. What the engines must equal.
 
 As a program it answers JSON lines {"id", "input_ids", "max_new_tokens"} from stdin with lines
-{"id", "output_ids", "digests"} on stdout, so that a process without torch can ask it; a bad line is
-answered with {"id", "error"}. EOS does not end an answer there (`--stop-at-eos` makes it).
+{"id", "output_ids", "digests", "folded"} on stdout, so that a process without torch can ask it; a bad line is
+answered with {"id", "error"}. `digests` are the prompt's pages as sealed, `folded` their fold in logical order.
+EOS does not end an answer there (`--stop-at-eos` makes it).
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from dataclasses import dataclass
 
 import msgspec
 
-from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page
+from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page, fold_pages
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.model import Model
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
@@ -117,7 +118,10 @@ def answer_line(oracle: Oracle, line: bytes, ignore_eos: bool) -> bytes:
     except ValueError as error:
         return msgspec.json.encode({"id": question.id, "error": str(error)})
     digests = [page.to_builtins() for page in run.pages]
-    return msgspec.json.encode({"id": question.id, "output_ids": run.tokens, "digests": digests})
+    folded = fold_pages(run.pages).to_builtins()
+    return msgspec.json.encode(
+        {"id": question.id, "output_ids": run.tokens, "digests": digests, "folded": folded}
+    )
 
 
 def main() -> None:

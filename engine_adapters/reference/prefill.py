@@ -59,6 +59,21 @@ class Prefill:
 
     # ---- admission -----------------------------------------------------------------------------------
 
+    def may_begin(self, sequence: Sequence) -> bool:
+        """Its peers have pages for it: whoever holds pages here never waits for pages there (no hold-and-wait).
+
+        Raises UnknownRoomError if the room has ended.
+        """
+        begins = True
+
+        def look(half: Writer | Reader) -> list:  # type: ignore[type-arg]
+            nonlocal begins
+            begins = not isinstance(half, Writer) or half.told or not half.live
+            return []
+
+        self._agent.apply(sequence.key, look)
+        return begins
+
     def admit(self, sequence: Sequence, jobs: list[LoadJob]) -> bool:
         """Gives the sequence its pages, loads and tickets, all or nothing; False if there is no room yet.
 

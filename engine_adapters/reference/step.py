@@ -82,8 +82,8 @@ class StepLoop:
         self.post(lambda: None)
 
     def work(self) -> int:
-        """Sequences that this loop could be making progress with."""
-        return len(self.waiting) + len(self.prefilling) + len(self.decoding)
+        """What this loop could go on with by itself: who waits for pages waits for rooms, which have deadlines."""
+        return len(self._mail) + len(self.prefilling) + len(self.decoding)
 
     def queues(self) -> dict[str, int]:
         return {
@@ -115,17 +115,20 @@ class StepLoop:
             message()
 
     def _admit(self) -> None:
-        """First come, first served; the first that finds no room makes the others wait."""
+        """First come, first served, of those that may begin; the first without pages makes the others wait."""
         jobs: list[LoadJob] = []
-        while self.waiting and len(self.prefilling) + len(self.decoding) < self._max_batch:
-            sequence = self.waiting[0]
+        for sequence in list(self.waiting):
+            if len(self.prefilling) + len(self.decoding) >= self._max_batch:
+                break
             try:
+                if self._prefill is not None and not self._prefill.may_begin(sequence):
+                    continue
                 admitted = self._admit_one(sequence, jobs)
             except GONE:
                 admitted = True
             if not admitted:
                 break
-            self.waiting.popleft()
+            self.waiting.remove(sequence)
         if jobs and self._hicache is not None:
             self._hicache.load(jobs)
 

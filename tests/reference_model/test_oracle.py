@@ -31,7 +31,12 @@ def test_another_process_answers_the_same_and_survives_bad_lines() -> None:
     assert done.returncode == 0, done.stderr
     first, broken, empty, long, again = map(json.loads, done.stdout.splitlines())
     here = Oracle(SMALL, 5).generate(ids, 6)
-    assert first == {"id": "a", "output_ids": here.tokens, "digests": [page.to_builtins() for page in here.pages]}
+    assert first == {
+        "id": "a",
+        "output_ids": here.tokens,
+        "digests": [page.to_builtins() for page in here.pages],
+        "folded": fold_pages(here.pages).to_builtins(),
+    }
     assert again == {**first, "id": 4}
     assert broken["id"] is None
     assert "bad line" in broken["error"]
