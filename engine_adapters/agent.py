@@ -8,7 +8,7 @@ are called under that lock and must not block; the lock is always taken before t
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import Counter
 from collections.abc import Callable
 from typing import Any, Protocol
 
@@ -39,8 +39,8 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Guard
 
 Half = Writer | Reader
-#: Ended rooms remembered, so that a late abort of one is acknowledged.
-_MAX_ENDED = 8192
+#: How long the abort of a room that is not known yet is remembered: beyond every deadline for `allocated`.
+_TOMBSTONE_SECONDS = 3600.0
 
 
 class Hooks(Protocol):
@@ -92,7 +92,6 @@ class Agent:
         self._lock = threading.RLock()
         self._rooms: RoomTable[Half] = RoomTable()
         self._inbox = AbortInbox()
-        self._ended: OrderedDict[RoomKey, Quiet] = OrderedDict()
         self._ack_deadlines: dict[RoomKey, float] = {}
         self._ack_due: dict[RoomKey, float] = {}
         self._details: dict[RoomKey, dict[str, Any]] = {}
@@ -174,9 +173,7 @@ class Agent:
             elif half is not None:
                 self._carry_out(key, half, half.abort(source, reason))
             elif self._role is Role.PREFILL:
-                if key not in self._ended:
-                    self._rooms.bury(key, self._clock() + self._tombstone_seconds())
-                self._hooks.ack_peer(key, peer, self._ended.get(key, Quiet.QUIET))
+                self._hooks.ack_peer(key, peer, self._bury(key))
 
     def peer_ack(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
         """`peer` says that its writer is quiet. A late ack (older generation, ended room) is counted, no more."""
@@ -190,7 +187,7 @@ class Agent:
     # ---- from the control plane ----------------------------------------------------------------------
 
     def handle(self, frame: ToRank) -> None:
-        """One frame of the link. Never raises: a frame that can't be applied is counted and answered."""
+        """One frame of the link. A frame that can't be applied is counted and answered, never raised."""
         with self._lock:
             match frame:
                 case OpenRoom():
@@ -203,9 +200,9 @@ class Agent:
                     for key, half in self._rooms:
                         self._carry_out(key, half, half.fenced(frame.incarnation))
                 case SetGuards():
-                    self.gate.set_guards_off(Guard(name) for name in frame.off)
+                    self._set_guards(frame.off)
                 case Query():
-                    self._send(self._answer(frame))
+                    self._answer(frame)
                 case _:
                     self.counters["unexpected_frames"] += 1
 
@@ -216,11 +213,15 @@ class Agent:
             half = Writer(key, opening.peers)
         else:
             half = Reader(key, opening.peers if self._role is Role.DECODE else ())
+        if self.current(key.room) == key:
+            self.counters["repeated_rooms"] += 1  # it lives: it must not be said to have ended
+            return
         try:
             aborted = self._rooms.open(key, half)
         except ValueError as error:
             self.counters["refused_rooms"] += 1
             self._send(RoomReport(key, RoomState.ABORTED, {"reason": str(error)}))
+            self._send(AbortAck(key, self._rooms.ended(key) or Quiet.QUIET))
             return
         self._ack_deadlines[key] = opening.deadlines["ack"]
         self._hooks.opened(opening)
@@ -234,24 +235,31 @@ class Agent:
         if half is not None:
             self._carry_out(entry.key, half, half.abort(entry.source, entry.reason))
             return
-        if entry.key not in self._ended:
-            self._rooms.bury(entry.key, self._clock() + self._tombstone_seconds())
-        outcome = self._ended.get(entry.key, Quiet.QUIET)
-        self._send(AbortAck(entry.key, outcome))
+        self._send(AbortAck(entry.key, self._bury(entry.key)))
 
-    def _answer(self, query: Query) -> Answer:
+    def _bury(self, key: RoomKey) -> Quiet:
+        """What to acknowledge of a room that does not live here. One that may still come is aborted when it does."""
+        self._rooms.bury(key, self._clock() + _TOMBSTONE_SECONDS)
+        return self._rooms.ended(key) or Quiet.QUIET
+
+    def _set_guards(self, names: tuple[str, ...]) -> None:
         try:
-            if query.what == "tickets":
-                return Answer(query.id, self.gate.live())
-            if query.what == "rooms":
-                return Answer(query.id, self.rooms())
-            return Answer(query.id, self._hooks.query(query.what))
-        except ValueError as error:
-            return Answer(query.id, None, str(error))
+            self.gate.set_guards_off([Guard(name) for name in names])
+        except ValueError:
+            self.counters["unknown_guards"] += 1
 
-    def _tombstone_seconds(self) -> float:
-        """A room opens within its `allocated` deadline or never; an hour is beyond every deadline we have."""
-        return 3600.0
+    def _answer(self, query: Query) -> None:
+        try:
+            match query.what:
+                case "tickets":
+                    body = self.gate.live()
+                case "rooms":
+                    body = self.rooms()
+                case _:
+                    body = self._hooks.query(query.what)
+            self._send(Answer(query.id, body))
+        except (ValueError, TypeError) as error:  # the hook's reason, or a body that no frame can carry
+            self._send(Answer(query.id, None, str(error)))
 
     # ---- effects -------------------------------------------------------------------------------------
 
@@ -285,12 +293,9 @@ class Agent:
             outcome = Quiet.POISONED if poisoned else Quiet.QUIET
             if state is RoomState.ABORTED:
                 self._send(AbortAck(key, outcome))
-            self._rooms.end(key)
+            self._rooms.end(key, outcome)
             self._ack_due.pop(key, None)
             self._ack_deadlines.pop(key, None)
-            self._ended[key] = outcome
-            while len(self._ended) > _MAX_ENDED:
-                self._ended.popitem(last=False)
 
 
 __all__ = ["Agent", "Hooks", "Refusal", "UnknownRoomError"]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from dsv4ctl.controlplane.aborts.log import AbortEntry
 
-#: Entries held while an earlier one is missing; the sender repeats whatever is dropped here.
-MAX_HELD = 1024
+#: How far ahead of a missing entry others are held; the sender repeats whatever is dropped here.
+MAX_AHEAD = 1024
 
 
 class AbortInbox:
@@ -18,7 +18,7 @@ class AbortInbox:
 
         The caller reports `received` after each call, also for a repeated entry: the report may have been lost.
         """
-        if entry.seq > self.received and len(self._held) < MAX_HELD:
+        if self.received < entry.seq <= self.received + MAX_AHEAD:
             self._held[entry.seq] = entry
         ready = []
         while (entry_next := self._held.pop(self.received + 1, None)) is not None:

@@ -23,8 +23,9 @@ class AbortLog:
 
     def __init__(self) -> None:
         self._seq = 0
+        self._sent = 0  #: every entry up to this number was handed out by `due`
         self._unreceived: deque[AbortEntry] = deque()
-        self._due_at: float | None = None
+        self._resend_at = float("-inf")
 
     @property
     def pending(self) -> int:
@@ -35,8 +36,6 @@ class AbortLog:
         self._seq += 1
         entry = AbortEntry(self._seq, key, source, reason)
         self._unreceived.append(entry)
-        if self._due_at is None:
-            self._due_at = float("-inf")
         return entry
 
     def received(self, seq: int) -> None:
@@ -45,15 +44,17 @@ class AbortLog:
             raise ValueError(f"abort {seq} was reported as received, only {self._seq} were sent")
         while self._unreceived and self._unreceived[0].seq <= seq:
             self._unreceived.popleft()
-        if not self._unreceived:
-            self._due_at = None
 
     def due(self, now: float) -> list[AbortEntry]:
-        """Every entry not yet received, if it is time to send: at once after `append`, then every `RESEND_AFTER`."""
-        if self._due_at is None or now < self._due_at:
-            return []
-        self._due_at = now + RESEND_AFTER
-        return list(self._unreceived)
+        """Entries to send now: new ones at once, and all that are not received every `RESEND_AFTER`."""
+        first = 0 if now >= self._resend_at else self._sent
+        entries = [entry for entry in self._unreceived if entry.seq > first]
+        if entries and first == 0:
+            self._resend_at = now + RESEND_AFTER
+        self._sent = self._seq
+        return entries
 
     def next_due(self) -> float | None:
-        return self._due_at
+        if not self._unreceived:
+            return None
+        return self._resend_at if self._sent == self._seq else float("-inf")

@@ -1,4 +1,4 @@
-"""A rank's end of the link: one thread, blocking sockets, the standard library and msgspec only.
+"""A rank's end of the link: two threads, blocking sockets, the standard library and msgspec only.
 
 Runs inside the engine's process (SGLang's scheduler has no event loop). A rank that loses the link keeps
 enforcing S1-S3 by itself; what else it does then is the caller's `lost`.
@@ -6,17 +6,18 @@ enforcing S1-S3 by itself; what else it does then is the caller's `lost`.
 
 from __future__ import annotations
 
-import queue
 import socket
 import threading
+from collections import deque
 from collections.abc import Callable
+from contextlib import suppress
 
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
 from dsv4ctl.controlplane.link.wire import Hello, Refused, ToControlPlane, ToRank, Welcome
 
 _READ_BYTES = 65_536
 #: Frames waiting to be written; a control plane that stops reading loses the link rather than our memory.
-_MAX_QUEUED = 65_536
+MAX_QUEUED = 65_536
 
 
 class LinkRefusedError(Exception):
@@ -24,7 +25,10 @@ class LinkRefusedError(Exception):
 
 
 class LinkClient:
-    """`connect` does the handshake in the caller's thread; `start` then serves frames on two threads."""
+    """`connect` does the handshake in the caller's thread; `start` then serves frames on two threads.
+
+    `lost` is called exactly once, on whichever thread met the end first, unless `close` came before.
+    """
 
     def __init__(
         self,
@@ -38,13 +42,45 @@ class LinkClient:
         self._on_bad_frame = on_bad_frame
         self._lost = lost
         self._decoder: Decoder[ToRank] = Decoder(ToRank)
-        self._out: queue.Queue[bytes | None] = queue.Queue(_MAX_QUEUED)
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
-        self._closed = threading.Event()
         self._early: list[ToRank] = []
+        self._out: deque[bytes] = deque()
+        self._closed = False
+        self._changed = threading.Condition()
 
     def connect(self, hello: Hello, timeout: float) -> Welcome:
         """Raises LinkRefusedError, OSError (no control plane, or no answer within `timeout` seconds)."""
+        try:
+            return self._greet(hello, timeout)
+        except (LinkRefusedError, OSError):
+            self._socket.close()
+            raise
+
+    def start(self) -> None:
+        for name, target in (("link-read", self._serve), ("link-write", self._write)):
+            threading.Thread(target=target, name=name, daemon=True).start()
+
+    def send(self, frame: ToControlPlane) -> None:
+        """Queues a frame; never blocks. On a lost link it goes nowhere: the state is re-sent by snapshot.
+
+        Raises FrameError for a frame that is too long.
+        """
+        data = encode(frame)
+        with self._changed:
+            full = len(self._out) >= MAX_QUEUED
+            if not self._closed and not full:
+                self._out.append(data)
+                self._changed.notify()
+        if full:
+            self._end(f"{MAX_QUEUED} frames wait for a control plane that does not read")
+
+    def close(self) -> None:
+        """Ends both threads without a call of `lost`, once what was sent is written."""
+        with self._changed:
+            self._closed = True
+            self._changed.notify()
+
+    def _greet(self, hello: Hello, timeout: float) -> Welcome:
         self._socket.settimeout(timeout)
         self._socket.connect(self._path)
         self._socket.sendall(encode(hello))
@@ -59,33 +95,19 @@ class LinkClient:
         self._socket.settimeout(None)
         return first
 
-    def start(self) -> None:
-        for name, target in (("link-read", self._serve), ("link-write", self._write)):
-            threading.Thread(target=target, name=name, daemon=True).start()
-
-    def send(self, frame: ToControlPlane) -> None:
-        """Queues a frame; never blocks. On a lost link it goes nowhere: the state is re-sent by snapshot."""
-        if self._closed.is_set():
-            return
-        try:
-            self._out.put_nowait(encode(frame))
-        except queue.Full:
-            self._close(f"{_MAX_QUEUED} frames wait for a control plane that does not read")
-
-    def close(self) -> None:
-        """Ends both threads without a call of `lost`, once what was sent is written."""
-        self._closed.set()
-        self._out.put(None)
-
     def _serve(self) -> None:
         try:
             for frame in self._early:
                 self._on_frame(frame)
-            while not self._closed.is_set():
+            while True:
                 for frame in self._read():
                     self._on_frame(frame)
         except (OSError, FrameError) as error:
-            self._close(str(error))
+            self._end(str(error))
+        except Exception as error:
+            # A defect of whoever handles frames: this thread must not be missed in silence.
+            self._end(f"a frame could not be handled: {error!r}")
+            raise
 
     def _read(self) -> list[ToRank]:
         data = self._socket.recv(_READ_BYTES)
@@ -101,18 +123,30 @@ class LinkClient:
 
     def _write(self) -> None:
         try:
-            while (data := self._out.get()) is not None:
+            while data := self._next():
                 self._socket.sendall(data)
         except OSError as error:
-            self._close(str(error))
+            self._end(str(error))
         finally:
-            self._socket.close()
+            # Only a shutdown wakes the reader out of `recv`.
+            with suppress(OSError):
+                self._socket.shutdown(socket.SHUT_RDWR)
 
-    def _close(self, why: str) -> None:
-        if not self._closed.is_set():
-            self._closed.set()
-            # Unblocks the writer, whether it waits for a frame or for the peer to read.
+    def _next(self) -> bytes:
+        """All that is queued; empty once the link is closed and everything before that was written."""
+        with self._changed:
+            self._changed.wait_for(lambda: self._out or self._closed)
+            data = b"".join(self._out)
+            self._out.clear()
+            return data
+
+    def _end(self, why: str) -> None:
+        with self._changed:
+            first, self._closed = not self._closed, True
+            self._out.clear()
+            self._changed.notify()
+        # Wakes the writer, if it waits for the peer to read, and the reader.
+        with suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)
-            self._out.queue.clear()
-            self._out.put(None)
+        if first:
             self._lost(why)

@@ -59,5 +59,5 @@ class Decoder(Generic[Frame]):
             del self._buffer[: _PREFIX + length]
             try:
                 yield self._decoder.decode(body)
-            except msgspec.DecodeError as error:
+            except (msgspec.DecodeError, RecursionError) as error:
                 yield FrameError(str(error))

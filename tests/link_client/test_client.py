@@ -1,0 +1,217 @@
+"""A rank's end of the link against a real Unix socket: refusals, bad frames, lost links, back pressure."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import msgspec
+import pytest
+
+from dsv4ctl.controlplane.link import client as client_module
+from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
+from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
+from dsv4ctl.controlplane.link.wire import (
+    WIRE_VERSION,
+    Fenced,
+    Geometry,
+    Hello,
+    Received,
+    Refused,
+    Role,
+    SetGuards,
+    ToControlPlane,
+    Welcome,
+)
+
+LIMIT = 20.0
+HELLO = Hello(
+    WIRE_VERSION, "decode0", Role.DECODE, 0, 1, "D-1", 1, "http://127.0.0.1:1", 0,
+    Geometry(256, 3, "bf16", 4096, (), {}, "seed 0"),
+)  # fmt: skip
+
+
+class ControlPlane:
+    """One accepted connection; `read` gives the frames that arrived."""
+
+    def __init__(self, path: Path) -> None:
+        self.path = str(path)
+        self._listener = socket.socket(socket.AF_UNIX)
+        self._listener.bind(self.path)
+        self._listener.listen()
+        self._decoder: Decoder[ToControlPlane] = Decoder(ToControlPlane)
+        self._frames: list[Any] = []
+
+    def accept(self, *answers: bytes) -> None:
+        self.peer, _ = self._listener.accept()
+        self.peer.settimeout(LIMIT)
+        assert self.read() == HELLO
+        self.peer.sendall(b"".join(answers))
+
+    def read(self) -> Any:
+        while not self._frames:
+            data = self.peer.recv(65536)
+            if not data:
+                return None
+            self._frames += self._decoder.feed(data)
+        return self._frames.pop(0)
+
+    def close(self) -> None:
+        self._listener.close()
+        if hasattr(self, "peer"):
+            self.peer.close()
+
+
+class Rank:
+    """A client that notes in queues what it is called with."""
+
+    def __init__(self, path: str, on_frame: Callable[[Any], None] | None = None) -> None:
+        self.frames: queue.Queue[Any] = queue.Queue()
+        self.bad: queue.Queue[FrameError] = queue.Queue()
+        self.lost: queue.Queue[str] = queue.Queue()
+        self.client = LinkClient(path, on_frame or self.frames.put, self.bad.put, self.lost.put)
+
+    def threads_end(self) -> None:
+        for thread in threading.enumerate():
+            if thread.name.startswith("link-"):
+                thread.join(LIMIT)
+                assert not thread.is_alive()
+
+
+@pytest.fixture
+def plane(tmp_path: Path) -> Iterator[ControlPlane]:
+    found = ControlPlane(tmp_path / "link.sock")
+    yield found
+    found.close()
+
+
+def connected(plane: ControlPlane, *early: bytes, on_frame: Callable[[Any], None] | None = None) -> Rank:
+    rank = Rank(plane.path, on_frame)
+    thread = threading.Thread(target=plane.accept, args=(encode(Welcome(WIRE_VERSION, 0.5)), *early))
+    thread.start()
+    assert rank.client.connect(HELLO, LIMIT).progress_interval == 0.5
+    thread.join(LIMIT)
+    rank.client.start()
+    return rank
+
+
+def test_frames_go_both_ways_in_order(plane: ControlPlane) -> None:
+    rank = connected(plane, encode(Fenced("P-1")))
+    plane.peer.sendall(encode(Fenced("P-2")) + encode(SetGuards(())))
+    assert [rank.frames.get(timeout=LIMIT) for _ in range(3)] == [Fenced("P-1"), Fenced("P-2"), SetGuards(())]
+    for seq in range(500):
+        rank.client.send(Received(seq))
+    assert [plane.read().seq for _ in range(500)] == list(range(500))
+    rank.client.close()
+    rank.threads_end()
+
+
+@pytest.mark.parametrize(
+    ("answer", "why"), [(Refused("incarnation D-1 is unknown"), "D-1 is unknown"), (Fenced("x"), "expected Welcome")]
+)
+def test_a_refused_handshake_says_why(plane: ControlPlane, answer: msgspec.Struct, why: str) -> None:
+    rank = Rank(plane.path)
+    thread = threading.Thread(target=plane.accept, args=(encode(answer),))
+    thread.start()
+    with pytest.raises(LinkRefusedError, match=why):
+        rank.client.connect(HELLO, LIMIT)
+    thread.join(LIMIT)
+    assert rank.client._socket.fileno() == -1
+
+
+def test_nobody_there_and_nobody_answering_are_os_errors(plane: ControlPlane, tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError):
+        Rank(str(tmp_path / "none")).client.connect(HELLO, LIMIT)
+    with pytest.raises(TimeoutError):
+        Rank(plane.path).client.connect(HELLO, 0.05)
+
+
+def test_a_bad_frame_is_reported_and_the_next_one_still_arrives(plane: ControlPlane) -> None:
+    """sglang#30301: the thread must outlive what it does not understand."""
+    rank = connected(plane)
+    unknown = msgspec.msgpack.encode({"type": "Nonsense"})
+    deep = msgspec.msgpack.encode({"type": "SetGuards", "off": []})[:-1] + b"\x91" * 50_000 + b"\x90"
+    for body in (unknown, b"\xc1", b"", deep):
+        plane.peer.sendall(len(body).to_bytes(4, "big") + body)
+    plane.peer.sendall(encode(Fenced("P-1")))
+    assert rank.frames.get(timeout=LIMIT) == Fenced("P-1")
+    assert rank.bad.qsize() == 4
+    assert rank.lost.empty()
+    rank.client.close()
+    rank.threads_end()
+
+
+def test_a_frame_longer_than_any_loses_the_link(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    plane.peer.sendall((2**31).to_bytes(4, "big"))
+    assert "a frame of 2147483648 bytes was announced" in rank.lost.get(timeout=LIMIT)
+    rank.threads_end()
+    assert rank.lost.empty()
+
+
+def test_a_lost_link_is_told_once_and_sending_into_it_is_harmless(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    plane.peer.close()
+    rank.client.send(Received(1))
+    assert rank.lost.get(timeout=LIMIT)
+    rank.threads_end()
+    rank.client.send(Received(2))
+    rank.client.close()
+    assert rank.lost.empty()
+
+
+def test_both_threads_meeting_the_end_at_once_tell_it_once(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    barrier = threading.Barrier(8)
+
+    def end() -> None:
+        barrier.wait(LIMIT)
+        rank.client._end("met by many")
+
+    threads = [threading.Thread(target=end) for _ in range(8)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(LIMIT)
+    rank.threads_end()
+    assert rank.lost.qsize() == 1
+
+
+def test_closing_writes_what_was_sent_and_tells_nobody(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    for seq in range(100):
+        rank.client.send(Received(seq))
+    rank.client.close()
+    assert [plane.read().seq for _ in range(100)] == list(range(100))
+    assert plane.read() is None
+    rank.threads_end()
+    assert rank.lost.empty()
+
+
+def test_a_control_plane_that_stops_reading_loses_the_link_not_our_memory(
+    plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_QUEUED", 100)
+    rank = connected(plane)
+    while rank.lost.empty():
+        rank.client.send(Received(1))
+    assert rank.lost.get() == "100 frames wait for a control plane that does not read"
+    rank.threads_end()
+    assert rank.lost.empty()
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
+def test_a_frame_that_its_handler_fails_on_ends_the_link_in_words(plane: ControlPlane) -> None:
+    """S8: the reading thread does not disappear in silence."""
+
+    def fail(frame: Any) -> None:
+        raise KeyError(frame.incarnation)
+
+    rank = connected(plane, on_frame=fail)
+    plane.peer.sendall(encode(Fenced("P-1")))
+    assert rank.lost.get(timeout=LIMIT) == "a frame could not be handled: KeyError('P-1')"
+    rank.threads_end()
