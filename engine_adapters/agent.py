@@ -38,6 +38,9 @@ from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Guard
 
+#: Of the `ack` deadline, when a reader quarantines: it names the writer that it waits for, and that one is fenced,
+#: before the control plane's own deadline has to guess who is to blame.
+QUARANTINE_SHARE = 0.75
 Half = Writer | Reader
 #: How long the abort of a room that is not known yet is remembered: beyond every deadline for `allocated`.
 _TOMBSTONE_SECONDS = 3600.0
@@ -223,7 +226,7 @@ class Agent:
             self._send(RoomReport(key, RoomState.ABORTED, {"reason": str(error)}))
             self._send(AbortAck(key, self._rooms.ended(key) or Quiet.QUIET))
             return
-        self._ack_deadlines[key] = opening.deadlines["ack"]
+        self._ack_deadlines[key] = QUARANTINE_SHARE * opening.deadlines["ack"]
         self._hooks.opened(opening)
         if aborted:
             self._carry_out(key, half, half.abort(AbortSource.ADMIN, "aborted before it was known here"))

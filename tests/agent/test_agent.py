@@ -26,7 +26,7 @@ from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, TicketState
-from dsv4ctl.engine_adapters.agent import UnknownRoomError
+from dsv4ctl.engine_adapters.agent import QUARANTINE_SHARE, UnknownRoomError
 from small_agent import ACK_SECONDS, KEY, SmallAgent, reach
 
 CLIENT = AbortSource.CLIENT
@@ -192,7 +192,7 @@ def test_an_overdue_ack_quarantines_and_a_fence_releases(decode: SmallAgent) -> 
     decode.open()
     decode.apply(KEY, Reader.expose)
     decode.abort(KEY, CLIENT, "left")
-    decode.now += ACK_SECONDS - 0.1
+    decode.now += QUARANTINE_SHARE * ACK_SECONDS - 0.1
     decode.tick()
     assert decode.calls("quarantine") == []
     decode.now += 0.1
