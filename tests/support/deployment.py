@@ -246,7 +246,7 @@ class Client:
         await self.until("nothing is held any more", at_rest, deadline)
 
     async def check_no_page_lost(self) -> None:
-        """At rest and flushed, every page of every space is free, and the ledgers refused nothing."""
+        """At rest and flushed, every page of every space is free; nothing was read without a right."""
         await self.until_at_rest()
         await self.ask("POST", "/flush")
         for name in await self.engines():
@@ -258,8 +258,7 @@ class Client:
                 return not lost and total > 0 and not any(live["tickets"][k] for k in ("tickets", "loads"))
 
             await self.until(f"every page of {name} is free", empty)
-            tickets = (await self.live(name))["tickets"]
-            assert tickets["refused"] == tickets["violations"] == 0, (name, tickets)
+            assert (await self.live(name))["tickets"]["violations"] == 0
 
 
 @contextmanager
