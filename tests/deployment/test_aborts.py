@@ -9,6 +9,7 @@ from typing import Any
 
 import anyio
 import pytest
+
 from deployment import PAGE, PREFILL, Client, Deployment, Reply, deployed, expected, prompt
 
 pytestmark = pytest.mark.asyncio
@@ -47,7 +48,9 @@ async def disconnect(client: Client, leave: Callable[[], None]) -> None:
     leave()
 
 
-async def aborted_wave(client: Client, seed: int, end: Callable[[Client, Callable[[], None]], Awaitable[None]]) -> float:
+async def aborted_wave(
+    client: Client, seed: int, end: Callable[[Client, Callable[[], None]], Awaitable[None]]
+) -> float:
     """Rooms of three pages each, ended at once while bytes are on their way; seconds until both sides closed all."""
     doomed = [(prompt(seed + at, 2 * PAGE + 100 + at), 100) for at in range(ROOMS)]
 

@@ -10,6 +10,7 @@ from typing import Any
 
 import anyio
 import pytest
+
 from deployment import DECODE, PAGE, PREFILL, Client, Deployment, Reply, deployed, expected, prompt
 
 pytestmark = pytest.mark.asyncio

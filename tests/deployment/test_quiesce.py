@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import anyio
 import pytest
+
 from deployment import DECODE, PAGE, Client, Reply, deployed, expected, prompt
 
 pytestmark = pytest.mark.asyncio

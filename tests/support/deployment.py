@@ -92,7 +92,9 @@ class Deployment:
     def complaints(self) -> str:
         """The log's latest warnings and errors, for whoever reads why a test failed."""
         lines = self.log.read_text().splitlines()
-        return "\n".join([line[:600] for line in lines if '"level":"debug"' not in line and '"level":"info"' not in line][-25:])
+        return "\n".join(
+            [line[:600] for line in lines if '"level":"debug"' not in line and '"level":"info"' not in line][-25:]
+        )
 
     def pids(self) -> list[int]:
         """Every living process of this deployment."""
@@ -130,8 +132,8 @@ class Client:
 
     # ---- the operator -----------------------------------------------------------------------------
 
-    async def ask(self, method: str, path: str, deadline_s: float | None = 20.0, **arguments: Any) -> Any:
-        return json.loads(await self._admin.call(method, path, arguments, deadline_s))
+    async def ask(self, method: str, path: str, **arguments: Any) -> Any:
+        return json.loads(await self._admin.call(method, path, arguments, PATIENCE))
 
     async def status(self) -> dict[str, Any]:
         return dict(await self.ask("GET", "/status"))
@@ -150,6 +152,9 @@ class Client:
     async def abort(self, room: int | None = None) -> list[str]:
         asked = {"all": True} if room is None else {"room": room}
         return list((await self.ask("POST", "/abort", **asked))["aborted"])
+
+    async def drain(self, engines: list[str], deadline_s: float | None) -> dict[str, Any]:
+        return dict(await self.ask("POST", "/drain", engines=engines, deadline_s=deadline_s))
 
     async def live(self, engine: str) -> dict[str, Any]:
         """What the engine itself says at this moment: `pages` by state and space, `tickets`, `queues`, `counters`."""
@@ -180,7 +185,9 @@ class Client:
         return Reply(status, tokens if status == 200 else None, error, time.monotonic() - began, room)
 
     @asynccontextmanager
-    async def streaming(self, ids: list[int], new: int, rid: str | None = None) -> AsyncIterator[aiohttp.ClientResponse]:
+    async def streaming(
+        self, ids: list[int], new: int, rid: str | None = None
+    ) -> AsyncIterator[aiohttp.ClientResponse]:
         """A stream whose client leaves when the block ends."""
         async with self.http.post(f"{self.gateway}/generate", json=body_of(ids, new, rid, True)) as answer:
             try:
@@ -314,7 +321,9 @@ def body_of(ids: list[int], new: int, rid: str | None = None, stream: bool = Fal
 
 def _read(raw: bytes, stream: bool) -> tuple[list[int] | None, str | None]:
     """Tokens and None, or None and the error. A stream that does not end with [DONE] has failed."""
-    events = [line.removeprefix(b"data: ") for line in raw.splitlines() if line.startswith(b"data: ")] if stream else [raw]
+    events = (
+        [line.removeprefix(b"data: ") for line in raw.splitlines() if line.startswith(b"data: ")] if stream else [raw]
+    )
     done = not stream or bool(events and events[-1] == b"[DONE]")
     bodies = [json.loads(event) for event in events if event != b"[DONE]"]
     if done and bodies and "output_ids" in bodies[-1]:

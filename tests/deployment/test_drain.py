@@ -1,0 +1,109 @@
+"""Drains of the real deployment: what runs finishes, nothing new begins, what is left at the deadline is named."""
+
+from __future__ import annotations
+
+import signal
+import time
+from typing import Any
+
+import anyio
+import pytest
+
+from deployment import DECODE, PATIENCE, Client, Reply, deployed, expected, prompt
+
+pytestmark = pytest.mark.asyncio
+
+#: A budget that no busy machine can use up, and the length of the stream that it lets finish.
+BUDGET, STREAM_SECONDS = 80.0, 6.0
+IDS = prompt(3, 300)
+
+
+async def tokens_for(client: Client, seconds: float) -> int:
+    """How many tokens take so long here."""
+    measured = 64
+    reply = await client.generate(IDS, measured)
+    assert reply.tokens == expected(IDS, measured)
+    assert reply.room is not None
+    decoding = (await client.room(reply.room))["timings"]["decoding"]
+    return int(measured * seconds / decoding) + 1
+
+
+async def exit_code(client: Client) -> int:
+    """Of `start`, which is to end by itself."""
+    process = client.deployment.process
+    with anyio.fail_after(PATIENCE):
+        while process.poll() is None:
+            await anyio.sleep(0.02)
+    return int(process.returncode)
+
+
+async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() -> None:
+    with deployed(f"[deadlines]\ndrain = {BUDGET}\n") as deployment:
+        async with deployment.client() as client:
+            new = await tokens_for(client, STREAM_SECONDS)
+
+            drained = await client.drain([DECODE], None)
+            assert drained == {"drained": [DECODE], "left": []}
+            assert (await client.engines())[DECODE]["state"] == "drained"
+            assert (await client.generate(IDS, 4)).status == 503
+            await client.ask("POST", "/resume", engines=[DECODE])
+            await client.until_ready()
+            assert (await client.generate(IDS, 4)).tokens == expected(IDS, 4)
+
+            replies: list[Reply] = []
+
+            async def stream() -> None:
+                replies.append(await client.generate(IDS, new, stream=True))
+
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(stream)
+
+                async def decoding() -> bool:
+                    return any(room["state"] == "decoding" for room in await client.rooms())
+
+                await client.until("the stream has begun", decoding)
+                deployment.process.send_signal(signal.SIGTERM)
+
+                async def draining() -> bool:
+                    return bool((await client.status())["state"] == "draining")
+
+                await client.until("the drain has begun", draining)
+                refused = await client.generate(IDS, 4)
+                assert refused.status == 503, refused
+                assert not replies, "the stream was still running"
+            (reply,) = replies
+            assert reply.error is None
+            assert reply.tokens is not None
+            assert len(reply.tokens) == new
+            assert reply.tokens[:64] == expected(IDS, 64)
+            assert await exit_code(client) == 0
+            assert deployment.pids() == []
+
+
+async def test_what_is_left_at_the_deadline_is_aborted_and_named() -> None:
+    with deployed() as deployment:
+        async with deployment.client() as client:
+            replies: list[Reply] = []
+            answers: list[dict[str, Any]] = []
+
+            async def stream() -> None:
+                replies.append(await client.generate(IDS, 12_000, rid="endless", stream=True))
+
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(stream)
+
+                async def decoding() -> list[str]:
+                    return [room["key"] for room in await client.rooms() if room["state"] == "decoding"]
+
+                (key,) = await client.until("the stream has begun", decoding)
+                began = time.monotonic()
+                answers.append(await client.drain([], 3.0))
+            assert answers[0]["left"] == [key]
+            assert time.monotonic() - began < 3.0 + 5.0
+            (reply,) = replies
+            assert reply.tokens is None
+            assert reply.error is not None
+            assert "drain" in reply.error
+            assert await exit_code(client) == 0
+            assert deployment.pids() == []
+            assert deployment.events("drain.leftovers")[0]["rooms"] == [key]
