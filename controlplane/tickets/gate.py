@@ -159,13 +159,15 @@ class Gate:
     def release(self, ticket: Ticket) -> None:
         """Raises LedgerError if the ticket was released before, or revoked while it was pending."""
         with self._lock:
-            self._release(ticket)
+            self._ledger.release(ticket)
+            self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
 
     def leave(self, ticket: Ticket) -> None:
         """Releases the ticket unless it ended already: another thread may revoke it at any moment."""
         with self._lock:
             if ticket.state not in ENDED:
-                self._release(ticket)
+                self._ledger.release(ticket)
+                self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
 
     def post(self, ticket: Ticket) -> None:
         """A read is handed to a DMA. With the consumer's guard off it may be posted before it is granted."""
@@ -187,7 +189,7 @@ class Gate:
         records what the read violated.
         """
         with self._lock:
-            if ticket.readable <= layer and ticket.consumer not in self._open_consumers:
+            if ticket.readable <= layer:
                 self._wait(ticket, layer + 1, deadline)
             self._record_read(ticket, pool, layer)
 
@@ -251,10 +253,6 @@ class Gate:
             raise TicketTimeoutError(f"{ticket.consumer.value}: layer {layers - 1} did not land in {deadline:g} s")
         if ticket.readable < layers and ticket.consumer not in self._open_consumers:
             raise TicketRevokedError(f"{ticket.consumer.value} ticket of room {ticket.room} is {ticket.state.value}")
-
-    def _release(self, ticket: Ticket) -> None:
-        self._ledger.release(ticket)
-        self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
 
     def _record(self, kind: str, load: Load, note: object = "") -> None:
         self.trace.record(kind, load.room, load.kind, load.extents, note)

@@ -15,6 +15,8 @@ from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, Space
 _FREE, _OWNED, _RETIRING, _QUARANTINED = range(4)
 
 PENDING, GRANTED, REVOKING = TicketState.PENDING, TicketState.GRANTED, TicketState.REVOKING
+RELEASED, REVOKED = TicketState.RELEASED, TicketState.REVOKED
+FORWARD = LoadKind.FORWARD
 
 
 class LedgerError(Exception):
@@ -249,11 +251,11 @@ class Ledger:
         ticket = Ticket(consumer, room)
         self._join(ticket, extents)
         self.tickets += 1
-        peers = self._by_room.get(room)
-        if peers is None:
+        tickets = self._by_room.get(room)
+        if tickets is None:
             self._by_room[room] = {ticket}
         else:
-            peers.add(ticket)
+            tickets.add(ticket)
         return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
@@ -301,7 +303,7 @@ class Ledger:
             self._refuse("a read completed that was not posted")
         ticket.posted -= 1
         if ticket.left and not ticket.posted:
-            self._drop(ticket, TicketState.RELEASED)
+            self._drop(ticket, RELEASED)
 
     def release(self, ticket: Ticket) -> None:
         """The consumer is done. With reads still posted the ticket is `revoking` until the last completes.
@@ -315,7 +317,7 @@ class Ledger:
             ticket.left = True
             ticket.state = REVOKING
             return
-        self._drop(ticket, TicketState.RELEASED)
+        self._drop(ticket, RELEASED)
 
     def revoke(self, room: Any) -> list[Ticket]:
         """The room is aborted: its pending tickets end, its granted ones hold on until released."""
@@ -334,7 +336,7 @@ class Ledger:
         raise LedgerError(why)
 
     def _check_live(self, ticket: Ticket) -> None:
-        if ticket.state is TicketState.RELEASED or ticket.state is TicketState.REVOKED:
+        if ticket.state is RELEASED or ticket.state is REVOKED:
             self._refuse(f"the ticket of {ticket.consumer.value} is already {ticket.state.value}")
 
     def _space(self, name: str) -> _Space:
@@ -399,15 +401,16 @@ class Ledger:
     def _join(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
         loads = ticket.loads
         for name, pages, generations, pools in extents:
-            space = self._space(name)
-            mask = space.mask(pools)
-            for page, generation in zip(pages, generations, strict=True):
-                if space.state[page] != _OWNED or space.generation[page] != generation:
+            space = self._spaces.get(name) or self._space(name)
+            mask = space.masks.get(pools) or space.mask(pools)
+            state, current, filled, writers = space.state, space.generation, space.filled, space.load
+            for page, generation in zip(pages, generations):  # noqa: B905 - of one length: `extent` made them
+                if state[page] != _OWNED or current[page] != generation:
                     self._refuse_stale(space, page, generation)
-                load = space.load[page]
+                load = writers[page]
                 if load is None:
-                    covered = space.filled[page]
-                elif load.failed or load.kind is LoadKind.FORWARD:
+                    covered = filled[page]
+                elif load.failed or load.kind is FORWARD:
                     covered = 0
                 else:
                     covered = space.filling[page]
@@ -415,18 +418,21 @@ class Ledger:
                         loads = (*loads, load)
                 if mask & ~covered:
                     self._refuse(f"{name} page {page}: not every asked pool is filled or loading")
-        for extent in extents:
-            readers = self._spaces[extent.space].readers
-            for page in extent.pages:
+        for name, pages, _, _ in extents:
+            readers = self._spaces[name].readers
+            for page in pages:
                 readers[page] += 1
-        ticket.extents = (*ticket.extents, *extents)
-        ticket.loads = loads
-        for load in loads:
-            load.waiters.add(ticket)
-        self._grant(ticket)
+        ticket.extents += tuple(extents)
+        if loads:
+            ticket.loads = loads
+            for load in loads:
+                load.waiters.add(ticket)
+            self._grant(ticket)
+        else:
+            ticket.readable, ticket.state = self.layers, GRANTED
 
     def _regrant(self, load: Load) -> list[Ticket]:
-        return [] if load.failed else [ticket for ticket in load.waiters if self._grant(ticket)]
+        return [ticket for ticket in load.waiters if self._grant(ticket)]
 
     def _grant(self, ticket: Ticket) -> bool:
         """Recomputes what a ticket may read that was not revoked; True if that changed."""
@@ -443,7 +449,7 @@ class Ledger:
 
     def _revoke(self, ticket: Ticket) -> bool:
         if ticket.state is PENDING and not ticket.posted:
-            self._drop(ticket, TicketState.REVOKED)
+            self._drop(ticket, REVOKED)
             return True
         if ticket.state is not REVOKING:
             ticket.state = REVOKING
@@ -453,16 +459,15 @@ class Ledger:
     def _drop(self, ticket: Ticket, state: TicketState) -> None:
         ticket.state = state
         ticket.readable = 0
-        for extent in ticket.extents:
-            self._leave(self._spaces[extent.space], extent.pages)
+        for name, pages, _, _ in ticket.extents:
+            self._leave(self._spaces[name], pages)
         for load in ticket.loads:
             load.waiters.discard(ticket)
         ticket.loads = ()
         tickets = self._by_room[ticket.room]
-        if len(tickets) == 1:
+        tickets.discard(ticket)
+        if not tickets:
             del self._by_room[ticket.room]
-        else:
-            tickets.discard(ticket)
         self.tickets -= 1
 
     def _leave(self, space: _Space, pages: Iterable[int]) -> None:

@@ -161,9 +161,12 @@ async def test_a_posted_read_outlives_its_cancelled_scope(gate: SmallGate) -> No
     assert gate.available("full") == 8
 
 
-async def test_a_landing_on_another_thread_wakes_the_loop(gate: SmallGate) -> None:
+async def test_a_landing_on_another_thread_wakes_the_loop(gate: SmallGate, monkeypatch: pytest.MonkeyPatch) -> None:
     load = gate.load()
     waiting = threading.Event()
+    woken: list[threading.Thread] = []
+    wake = Held._wake
+    monkeypatch.setattr(Held, "_wake", lambda found: (woken.append(threading.current_thread()), wake(found)))
 
     def loader() -> None:
         assert waiting.wait(LIMIT)
@@ -176,6 +179,18 @@ async def test_a_landing_on_another_thread_wakes_the_loop(gate: SmallGate) -> No
         asyncio.get_running_loop().call_soon(waiting.set)  # the loader starts once this task is suspended
         await found.granted(deadline=LIMIT)
     await anyio.to_thread.run_sync(thread.join)
+    assert set(woken) == {threading.current_thread()}
+
+
+async def test_a_landing_that_is_not_enough_wakes_once_and_does_not_spin(gate: SmallGate) -> None:
+    load = gate.load()
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(_read, gate, load, anyio.Event())
+        await anyio.wait_all_tasks_blocked()
+        gate.layer_landed(load, 1)
+        with anyio.fail_after(LIMIT):
+            await anyio.wait_all_tasks_blocked()
+        tasks.cancel_scope.cancel()
 
 
 async def test_no_wake_up_is_lost_between_looking_and_waiting(gate: SmallGate) -> None:
