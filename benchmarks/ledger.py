@@ -1,0 +1,122 @@
+"""What a ticket costs: request + release against an asyncio.Lock, with many tickets alive, and its memory.
+
+    python benchmarks/ledger.py [--json]
+
+Times are CPU time of the thread, medians over repeats that interleave what is compared, so that a busy machine
+changes both. One ticket covers one landed page; the event trace is on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import asyncio
+import json
+import statistics
+import time
+import tracemalloc
+from collections.abc import Callable
+
+from dsv4ctl.controlplane.rooms.states import RoomKey
+from dsv4ctl.controlplane.tickets.gate import Gate
+from dsv4ctl.controlplane.tickets.ledger import Ticket
+from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec
+from dsv4ctl.controlplane.trace.ring import CAPACITY, Ring
+
+LAYERS = 61
+REPEATS, PAIRS = 15, 4_000
+LIVE = (100, 1_000, 10_000, 100_000)
+#: As in a decoding room: one ticket a consumer.
+CONSUMERS = (Consumer.ATTENTION, Consumer.INDEXER, Consumer.COMPRESSOR)
+
+
+class Bench:
+    def __init__(self) -> None:
+        self.gate = Gate({"full": SpaceSpec(64, ("c4_kv", "c128_kv", "index_k"))}, LAYERS, Ring(time.monotonic_ns))
+        for consumer in CONSUMERS:
+            self.gate.register(consumer, "benchmark")
+        taken = self.gate.allocate({"full": 64})
+        assert taken is not None
+        load = self.gate.open_load(LoadKind.HICACHE, [self.gate.extent("full", taken["full"])])
+        self.gate.layer_landed(load, LAYERS)
+        self.gate.end_load(load)
+        self.extents: list[Extent] = [self.gate.extent("full", (page,)) for page in taken["full"]]
+
+    def hold(self, count: int) -> list[Ticket]:
+        """`count` tickets that stay alive, three a room."""
+        return [
+            self.gate.request(CONSUMERS[n % 3], self.extents[n % 64 : n % 64 + 1], room=RoomKey(n // 3, 1))
+            for n in range(count)
+        ]
+
+    def pairs(self) -> float:
+        """Nanoseconds a request + release."""
+        gate, extents, room = self.gate, self.extents[:1], RoomKey(-1, 1)
+        begin = time.thread_time_ns()
+        for _ in range(PAIRS):
+            gate.release(gate.request(Consumer.ATTENTION, extents, room=room))
+        return (time.thread_time_ns() - begin) / PAIRS
+
+
+def lock_pairs() -> float:
+    """Nanoseconds an acquire + release of an uncontended asyncio.Lock."""
+
+    async def run() -> float:
+        lock = asyncio.Lock()
+        begin = time.thread_time_ns()
+        for _ in range(PAIRS):
+            await lock.acquire()
+            lock.release()
+        return (time.thread_time_ns() - begin) / PAIRS
+
+    return asyncio.run(run())
+
+
+def interleaved(subjects: list[Callable[[], float]]) -> list[float]:
+    """The median of each subject, measured turn by turn."""
+    rounds = [[subject() for subject in subjects] for _ in range(REPEATS)]
+    return [statistics.median(column) for column in zip(*rounds, strict=True)]
+
+
+def bytes_per_ticket(count: int = 50_000) -> float:
+    """Memory that `count` live tickets add, over `count`; their extents and rooms' keys are the caller's."""
+    bench = Bench()
+    rooms = [RoomKey(n // 3, 1) for n in range(count)]
+    lists = [[extent] for extent in bench.extents]
+    for _ in range(CAPACITY):  # the trace is full before: what it keeps is its own
+        bench.gate.trace.record("full", rooms[0], Consumer.ATTENTION, (bench.extents[0],), LAYERS)
+    tracemalloc.start()
+    tickets = [bench.gate.request(CONSUMERS[n % 3], lists[n % 64], room=rooms[n]) for n in range(count)]
+    size, _ = tracemalloc.get_traced_memory()
+    traced = sum(trace.size for trace in tracemalloc.take_snapshot().traces if "ring.py" in trace.traceback[0].filename)
+    tracemalloc.stop()
+    return (size - traced) / len(tickets)
+
+
+def measure() -> dict[str, object]:
+    benches = {count: Bench() for count in LIVE}
+    held = {count: bench.hold(count) for count, bench in benches.items()}
+    lock, *pairs = interleaved([lock_pairs, Bench().pairs, *(bench.pairs for bench in benches.values())])
+    assert all(bench.gate.totals()["tickets"] == len(held[count]) for count, bench in benches.items())
+    return {
+        "asyncio_lock_ns": round(lock),
+        "ticket_ns": round(pairs[0]),
+        "ratio": round(pairs[0] / lock, 2),
+        "ticket_ns_by_live_tickets": {str(count): round(ns) for count, ns in zip(LIVE, pairs[1:], strict=True)},
+        "flatness": round(max(pairs[1:]) / min(pairs[1:]), 2),
+        "bytes_per_live_ticket": round(bytes_per_ticket()),
+    }
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", action="store_true")
+    figures = measure()
+    if parser.parse_args().json:
+        print(json.dumps(figures))
+        return
+    for name, value in figures.items():
+        print(f"{name:28} {value}")
+
+
+if __name__ == "__main__":
+    main()
