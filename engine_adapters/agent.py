@@ -119,6 +119,12 @@ class Agent:
             if half is not None:
                 self._carry_out(key, half, half.abort(source, reason))
 
+    def told(self, key: RoomKey) -> bool:
+        """Every peer told where to write, or the room is over: a writer's request need not wait any longer."""
+        with self._lock:
+            half = self._rooms.get(key)
+            return not isinstance(half, Writer) or half.told or not half.live
+
     def note(self, key: RoomKey, **detail: Any) -> None:
         """Adds to what the room's next report says."""
         with self._lock:

@@ -30,6 +30,7 @@ class LaunchRequest(msgspec.Struct, frozen=True):
     engine: dict[str, object]
     rank: int
     incarnation: str
+    group: str  #: the same for all ranks of one launch of the engine, and never used again
     link: str  #: path of the control plane's Unix socket
     unsafe_off: tuple[str, ...]  #: guards that are switched off
     integrity: str

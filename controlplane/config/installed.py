@@ -51,6 +51,7 @@ def missing(engine: EngineConfig) -> str | None:
         engine=msgspec.to_builtins(engine),
         rank=0,
         incarnation="",
+        group="",
         link="",
         unsafe_off=(),
         integrity="",

@@ -49,6 +49,7 @@ class ReferenceConfig(Section, frozen=True, kw_only=True):
     context_tokens: Count = 16_384
     seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
+    collective_timeout: Seconds = 20.0  #: a rank that does not arrive within it fails the engine
 
 
 class EngineConfig(Section, frozen=True, kw_only=True):

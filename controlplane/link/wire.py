@@ -173,7 +173,8 @@ class Refused(msgspec.Struct, tag=True, frozen=True):
 class OpenRoom(msgspec.Struct, tag=True, frozen=True):
     """A room begins on this rank. The rank reports `allocated` (or `aborted`) before the request is sent to it.
 
-    `peers` are the incarnations of the other side's ranks, empty on a single engine.
+    `peers` are the incarnations of the other side's ranks by rank number, empty on a single engine;
+    `bootstrap_ports`, on a decode rank, are the ports on which they listen.
     `deadlines` are seconds a state may last, by `RoomState` value.
     """
 
@@ -184,6 +185,7 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
     peers: tuple[str, ...]
     deadlines: dict[str, float]
     integrity: str
+    bootstrap_ports: tuple[int, ...] = ()
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

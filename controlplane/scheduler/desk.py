@@ -198,6 +198,7 @@ class RoomDesk:
             peers=tuple(peer.ranks) if peer else (),
             deadlines=self._deadlines,
             integrity=self._integrity,
+            bootstrap_ports=peer.bootstrap_ports if peer and peer.role is Role.PREFILL else (),
         )
         for rank in engine.ranks.values():
             try:

@@ -93,6 +93,11 @@ class Engine:
         return first.link.hello.bootstrap_port if first is not None and first.link is not None else 0
 
     @property
+    def bootstrap_ports(self) -> tuple[int, ...]:
+        """Of every rank, by number; 0 for one that has no link (yet)."""
+        return tuple(rank.link.hello.bootstrap_port if rank.link else 0 for rank in self.ranks.values())
+
+    @property
     def geometry(self) -> Geometry | None:
         first = self._first()
         return first.link.hello.geometry if first is not None and first.link is not None else None

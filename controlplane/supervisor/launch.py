@@ -29,6 +29,7 @@ class AdapterLauncher:
             engine=msgspec.to_builtins(engine.config),
             rank=rank.number,
             incarnation=rank.incarnation,
+            group=next(iter(engine.ranks)),
             link=self._link,
             unsafe_off=tuple(self._config.unsafe.off),
             integrity=self._config.policies.integrity,

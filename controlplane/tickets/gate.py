@@ -89,6 +89,14 @@ class Gate:
         with self._lock:
             return self._ledger.available(space)
 
+    def spaces(self) -> tuple[str, ...]:
+        return self._ledger.spaces()
+
+    def room_in(self, space: str) -> tuple[int, int]:
+        """Pages that are free, and pages that were freed but are still touched by somebody."""
+        with self._lock:
+            return self._ledger.available(space), self._ledger.retiring(space)
+
     # ---- writers -------------------------------------------------------------------------------------
 
     def open_load(self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False) -> Load:

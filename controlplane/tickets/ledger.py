@@ -141,6 +141,13 @@ class Ledger:
     def available(self, space: str) -> int:
         return len(self._space(space).free)
 
+    def spaces(self) -> tuple[str, ...]:
+        return tuple(self._spaces)
+
+    def retiring(self, space: str) -> int:
+        """Pages that were given back, and come free when their last reader and writer are gone."""
+        return self._space(space).state.count(_RETIRING)
+
     def counts(self) -> dict[str, dict[str, int]]:
         """Pages by state and space, and leased pages (under an open load)."""
         names = ("free", "owned", "retiring", "quarantined")

@@ -32,10 +32,13 @@ def main() -> int:
     engine.start()
 
     async def run() -> None:
+        if launch.rank:  # clients talk to the first rank
+            await _report(engine, "")
+            return
         async with anyio.create_task_group() as tasks:
 
             def ready(port: int) -> None:
-                tasks.start_soon(_report, engine, options.host, port)
+                tasks.start_soon(_report, engine, f"http://{options.host}:{port}")
 
             await serve(
                 engine,
@@ -58,8 +61,8 @@ def main() -> int:
     return code
 
 
-async def _report(engine: Engine, host: str, port: int) -> None:
-    interval = await anyio.to_thread.run_sync(engine.connect, f"http://{host}:{port}")
+async def _report(engine: Engine, url: str) -> None:
+    interval = await anyio.to_thread.run_sync(engine.connect, url)
     while True:
         engine.tick()
         await anyio.sleep(interval)

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Extent
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
+from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.geometry import SPACES
 
 HOST = "host."
@@ -100,28 +101,31 @@ class PrefixCache:
         node.device = dict(device)
         return node, True
 
-    def evict_device(self, wants: dict[str, int]) -> None:
-        """Frees device pages, least recently used first, until `wants` can be allocated.
+    def evict_device(self, wants: dict[str, int], budget: Budget) -> bool:
+        """Gives device pages back, least recently used first, until `wants` will fit once they are free.
 
         Evicts nothing if that would not be enough: a request that must wait anyway costs nobody the cache.
+        Returns whether anything was evicted.
         """
+        missing = budget.missing(wants)
         idle = [node for node in self.nodes() if node.device and not node.users]
-        for space, count in wants.items():
-            if self._gate.available(space) + sum(space in node.device for node in idle) < count:
-                return
-        while any(self._gate.available(space) < count for space, count in wants.items()):
-            victims = [node for node in self.nodes() if node.device and not node.users and self._is_device_leaf(node)]
-            if not victims:
-                return
-            self._drop_device(min(victims, key=lambda node: node.used_at))
+        if any(sum(space in node.device for node in idle) < count for space, count in missing.items()):
+            return False
+        while budget.missing(wants):
+            leaves = [node for node in self.nodes() if node.device and not node.users and self._is_device_leaf(node)]
+            victim = min(leaves, key=lambda node: node.used_at)
+            _promise(victim.device, budget)
+            self._drop_device(victim)
+        return bool(missing)
 
-    def evict_host(self, wants: dict[str, int]) -> None:
+    def evict_host(self, wants: dict[str, int], budget: Budget) -> None:
         """The same for host pages; a node that is nowhere any more leaves the tree."""
-        while any(self._gate.available(space) < count for space, count in wants.items()):
+        while budget.missing(wants):
             victims = [node for node in self.nodes() if node.host and not node.users and not node.children]
             if not victims:
                 return
             victim = min(victims, key=lambda node: node.used_at)
+            _promise(victim.host, budget)
             self._free(victim.host)
             if not victim.device:
                 self._remove(victim)
@@ -161,3 +165,8 @@ class PrefixCache:
         for extent in extents.values():
             self._gate.free(extent.space, extent.pages)
         extents.clear()
+
+
+def _promise(extents: dict[str, Extent], budget: Budget) -> None:
+    for extent in extents.values():
+        budget.promise(extent.space, len(extent.pages))

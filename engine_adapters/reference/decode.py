@@ -2,16 +2,17 @@
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Protocol
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
-from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
+from dsv4ctl.controlplane.rooms.effects import Effect
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import Load
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
-from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.facts import Budget
+from dsv4ctl.engine_adapters.reference.hicache import LoadJob
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
@@ -51,40 +52,34 @@ class Decode:
 
     # ---- rooms ---------------------------------------------------------------------------------------
 
-    def admit(self, sequence: Sequence) -> bool:
-        """Gives the room all the pages it will ever need, or none (False: no room yet), and exposes them.
+    def admit(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
+        """Gives the room all the pages it will ever need, or none (False: no room yet).
 
-        Raises Refusal or UnknownRoomError if the room is aborted.
+        The receiver exposes them to the peer once it is reachable. `jobs` stays as it is: nothing is loaded here.
         """
-        admitted = False
+        if not self._allocate(sequence, budget):
+            return False
+        assert self._inbox is not None
+        assert sequence.transfer is not None
+        request, ports = sequence.request, sequence.opening.bootstrap_ports
+        self._inbox.expect(
+            sequence.opening,
+            sequence.table,
+            sequence.prompt,
+            sequence.transfer,
+            (request.bootstrap_host or "", ports[0] if ports else request.bootstrap_port or 0),
+            observe=self._integrity(sequence).compares_digests() and not sequence.transfer.verify,
+        )
+        return True
 
-        def under_the_room(reader: Reader) -> list[Any]:
-            nonlocal admitted
-            admitted = reader.live and self._allocate(sequence)
-            return reader.expose() if admitted or not reader.live else []
-
-        self._agent.apply(sequence.key, under_the_room)
-        if admitted:
-            assert self._inbox is not None
-            assert sequence.transfer is not None
-            request = sequence.request
-            address = (request.bootstrap_host or "", request.bootstrap_port or 0)
-            self._inbox.expect(
-                sequence.opening,
-                sequence.table,
-                sequence.prompt,
-                sequence.transfer,
-                address,
-                observe=self._integrity(sequence).compares_digests() and not sequence.transfer.verify,
-            )
-        return admitted
-
-    def _allocate(self, sequence: Sequence) -> bool:
+    def _allocate(self, sequence: Sequence, budget: Budget) -> bool:
         tokens = sequence.prompt + sequence.request.max_new_tokens
         pages, first = -(-tokens // self._page_tokens), self._first_window_page(sequence.prompt)
-        taken = self._gate.allocate({"full": pages, "swa": pages - first, "state": 1})
-        if taken is None:
+        wants = {"full": pages, "swa": pages - first, "state": 1}
+        if not budget.take(wants):
             return False
+        taken = self._gate.allocate(wants)
+        assert taken is not None, "every rank has what all agreed on"
         sequence.owned = {space: set(numbers) for space, numbers in taken.items()}
         table = sequence.table
         table.full = list(taken["full"])
@@ -103,21 +98,18 @@ class Decode:
     def _integrity(self, sequence: Sequence) -> Integrity:
         return load_policy("integrity", sequence.opening.integrity)()
 
-    def start(self, sequence: Sequence, manifest: Manifest) -> None:
+    def start(self, sequence: Sequence) -> None:
         """Everything landed and is verified: tickets for what is sealed, a forward lease for what grows.
 
-        Raises Refusal or UnknownRoomError if the room is aborted.
+        Raises LedgerError; Refusal or UnknownRoomError if the room is over on this rank.
         """
+        manifest = sequence.manifest
+        assert manifest is not None
         sequence.cached_tokens, sequence.host_tokens = manifest.cached_tokens, manifest.host_tokens
-
-        def under_the_room(reader: Reader) -> list[Any]:
-            if reader.live:
-                self._take_rights(sequence)
-            return reader.forward_begin()
-
-        self._agent.apply(sequence.key, under_the_room)
         sequence.computed = sequence.prompt
         sequence.emit(manifest.first_token)
+        self._take_rights(sequence)
+        self._agent.apply(sequence.key, lambda reader: reader.forward_begin())
 
     def _take_rights(self, sequence: Sequence) -> None:
         table, sealed = sequence.table, sequence.prompt // self._page_tokens
@@ -160,12 +152,10 @@ class Decode:
         sequence.join_sealed(logical)
 
     def finish(self, sequence: Sequence, reason: str) -> None:
-        """The last token is out. Raises Refusal or UnknownRoomError if the room was aborted meanwhile."""
+        """The last token is out: on every rank, whatever became of the room on this one. Raises UnknownRoomError."""
 
         def over(reader: Reader) -> list[Effect]:
-            if not reader.live:  # nothing may change: the drop of the sequence ends the forward
-                raise Refusal(f"room {sequence.key} is {reader.state.value}: may not finish")
-            return [*reader.forward_end(), *reader.finished()]
+            return [*reader.forward_end(), *(reader.finished() if reader.live else [])]
 
         self._agent.apply(sequence.key, over)
         sequence.finish(reason)

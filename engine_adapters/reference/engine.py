@@ -8,7 +8,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
+
+import msgspec
 
 from dsv4ctl.controlplane.link.client import LinkClient
 from dsv4ctl.controlplane.link.codec import FrameError
@@ -31,7 +34,8 @@ from dsv4ctl.controlplane.tickets.types import Consumer, Guard, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
-from dsv4ctl.engine_adapters.reference.cache import HOST, Node, PrefixCache
+from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
+from dsv4ctl.engine_adapters.reference.cache import HOST, PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
 from dsv4ctl.engine_adapters.reference.geometry import Geometry as ModelGeometry
 from dsv4ctl.engine_adapters.reference.geometry import pool_specs
@@ -45,7 +49,7 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.requests import BusyError, Request, RequestRefusedError
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
-from dsv4ctl.engine_adapters.reference.step import StepLoop
+from dsv4ctl.engine_adapters.reference.step import StepLoop, Submission
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
 from dsv4ctl.policies.registry import load as load_policy
 
@@ -73,22 +77,26 @@ class Engine:
         self._log = log
         self._end = end
         self._fault: str | None = None
-        self._live: dict[RoomKey, Sequence] = {}
+        self._live: dict[RoomKey, Sequence] = {}  #: until every rank gave back what it held
         self._openings: dict[RoomKey, OpenRoom] = {}
         self._loops: dict[str, LoopStatus] = {}
         self._role = Role(options.role)
         reference = options.reference
-        self.geometry = ModelGeometry(index_k_dtype=reference.index_k_dtype, context_tokens=reference.context_tokens)
+        self.geometry = ModelGeometry(
+            heads=max(ModelGeometry().heads, options.ranks),
+            index_k_dtype=reference.index_k_dtype,
+            context_tokens=reference.context_tokens,
+        )
         pages = {"full": reference.device_pages, "swa": reference.device_pages, "state": reference.state_slots}
         host_pages = dict.fromkeys(pages, options.hicache.pages) if self._has_hicache else {}
         self._pages = {**pages, **{HOST + space: count for space, count in host_pages.items()}}
         self._pools = DevicePools(self.geometry, pages, reference.device)
-        self._model = Model(self.geometry, reference.seed)
+        self._agreement = self._meet()
+        self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
         self.gate = self._make_gate(launch)
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self._agent = Agent(self._role, launch.incarnation, self.gate, self, self._link.send, time.monotonic)
         self._transfer = self._make_transfer()
-        self._cache = PrefixCache(self.gate, self.geometry.page_tokens)
         self._hicache = self._make_hicache(host_pages) if host_pages else None
         self._loop = self._make_loop()
         self._thread = threading.Thread(target=self._run_loop, name="step", daemon=True)
@@ -98,6 +106,17 @@ class Engine:
     @property
     def _has_hicache(self) -> bool:
         return self._options.hicache.enabled and self._role is not Role.DECODE
+
+    def _meet(self) -> Agreement:
+        """Waits for the other ranks of this launch."""
+        if self._options.ranks == 1:
+            return Alone()
+        meeting = Path(self._launch.link).with_name(f"{self._launch.group}.meet")
+        return Gloo(meeting, self._launch.rank, self._options.ranks, self._options.reference.collective_timeout)
+
+    def _shards(self) -> range:
+        each = self.geometry.heads // self._options.ranks
+        return range(self._launch.rank * each, (self._launch.rank + 1) * each)
 
     def _make_gate(self, launch: LaunchRequest) -> Gate:
         specs = pool_specs(self.geometry)
@@ -141,27 +160,39 @@ class Engine:
             gbps=gbps,
             verify=load_policy("integrity", self._launch.integrity)().compares_digests(),
             counters=self._count,
+            told=self._load_ended,
             died=lambda name, error: self._died(name, repr(error)),
         )
 
     def _make_loop(self) -> StepLoop:
         prefill = decode = None
+        cache = PrefixCache(self.gate, self.geometry.page_tokens)
         if self._role is not Role.DECODE:
             prefill = Prefill(
                 self._agent,
                 self._pools,
-                self._cache,
+                cache,
                 self._hicache,
                 load_policy("hicache", "write-through")(
                     load_threshold_pages=self._options.hicache.load_threshold_pages
                 ),
                 None if self._transfer is None else self._transfer.sender,
-                self._load_failed,
             )
         if self._role is not Role.PREFILL:
             inbox = None if self._transfer is None else self._transfer.receiver
             decode = Decode(self._agent, self._pools, inbox)
-        return StepLoop(self._agent, self._model, prefill, decode, self._hicache, self._options.reference.max_batch)
+        return StepLoop(
+            self._agent,
+            self._agreement,
+            self._model,
+            cache,
+            prefill,
+            decode,
+            self._hicache,
+            self._options.reference.max_batch,
+            enter=self._enter,
+            left=self._left,
+        )
 
     def link_geometry(self) -> Geometry:
         pools = tuple(
@@ -175,7 +206,7 @@ class Engine:
             context_tokens=self.geometry.context_tokens,
             pools=pools,
             pages=self._pages,
-            model=f"reference seed {self._options.reference.seed}",
+            model=f"reference seed {self._options.reference.seed} ranks {self._options.ranks}",
         )
 
     # ---- life ----------------------------------------------------------------------------------------
@@ -212,7 +243,7 @@ class Engine:
     def tick(self) -> None:
         """A few times a second: deadlines, and a progress report."""
         self._agent.tick()
-        alive = {"step": LoopStatus(self._loop.steps)}
+        alive = {"step": LoopStatus(self._loop.rounds)}
         self._link.send(
             Progress(
                 steps=self._loop.steps,
@@ -249,7 +280,14 @@ class Engine:
     def _on_frame(self, frame: ToRank) -> None:
         if isinstance(frame, Fenced) and self._transfer is not None:
             self._transfer.fenced(frame.incarnation)
-        self._agent.handle(frame)
+        self._agent.handle(self._own(frame))
+
+    def _own(self, frame: ToRank) -> ToRank:
+        """Rank i of a prefill engine writes to rank i of a decode engine, and to no other."""
+        if not isinstance(frame, OpenRoom) or self._options.ranks == 1:
+            return frame
+        mine = slice(self._launch.rank, self._launch.rank + 1)
+        return msgspec.structs.replace(frame, peers=frame.peers[mine], bootstrap_ports=frame.bootstrap_ports[mine])
 
     def _on_bad_frame(self, error: FrameError) -> None:
         self._count("bad_frames", 1)
@@ -274,10 +312,9 @@ class Engine:
             self._transfer.dropped(key)
         sequence = self._live.get(key)
         if sequence is not None:
+            sequence.aborting = (source, reason)
             sequence.finish("abort", reason, source)
-            self._loop.drop(sequence)
-            if not self.gate.guarded(Guard.QUIESCE):
-                self._loop.post(lambda: self._free_unquiesced(sequence))
+            self._loop.wake()
 
     def tell_peer(self, key: RoomKey, peer: str, source: AbortSource, reason: str) -> None:
         if self._transfer is not None:
@@ -289,21 +326,17 @@ class Engine:
 
     def release(self, key: RoomKey) -> None:
         self._openings.pop(key, None)
-        sequence = self._live.pop(key, None)
-        if sequence is None:
-            return
-        if sequence.freed and sequence.unquiesced:
-            self.gate.violations["pages reused before the writer was quiet"] += 1
-        sequence.release()
-        self._unpin(sequence)
+        sequence = self._live.get(key)
+        if sequence is not None:
+            sequence.quiet = True
+            self._loop.wake()
 
     def quarantine(self, key: RoomKey) -> dict[str, int]:
         sequence = self._live.get(key)
         if sequence is None:
             return {}
-        sequence.free_pages()
-        if sequence.transfer is not None and sequence.transfer.open:
-            self.gate.quarantine(sequence.transfer)
+        sequence.quarantining = True
+        self._loop.wake()
         return {space: len(pages) for space, pages in sequence.owned.items()}
 
     def query(self, what: str) -> Any:
@@ -319,25 +352,40 @@ class Engine:
             return "flushed"
         raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, trace or flush expected")
 
-    def _free_unquiesced(self, sequence: Sequence) -> None:
-        """Guard `quiesce` is off: what an engine does that frees an aborted room's pages at once."""
-        if sequence.key in self._live and not sequence.freed:
-            sequence.unquiesced = True
-            sequence.release()
-
-    def _unpin(self, sequence: Sequence) -> None:
-        path, sequence.path = sequence.path, []
-        if path:
-            self._loop.post(lambda: self._cache.unpin(path))
-
-    def _load_failed(self, nodes: tuple[Node, ...], why: str) -> None:
-        self._log("hicache.load_failed", "error", error=why)
-        self._loop.post(lambda: self._cache.forget(nodes))
+    def _load_ended(self, failed: str | None) -> None:
+        if failed is not None:
+            self._log("hicache.load_failed", "error", error=failed)
+        self._loop.wake()
 
     def _ready(self, key: RoomKey, manifest: Manifest) -> None:
         sequence = self._live.get(key)
         if sequence is not None:
-            self._loop.ready(sequence, manifest)
+            sequence.manifest = manifest
+            self._loop.wake()
+
+    def _enter(self, submission: Submission) -> Sequence:
+        """A request that rank 0 got. A room that is over here already is a fact for the next round."""
+        request = Request(
+            submission.rid,
+            submission.opening.key,
+            submission.input_ids,
+            submission.max_new_tokens,
+            submission.ignore_eos,
+            submission.bootstrap_host,
+            submission.bootstrap_port,
+            emit=lambda output: None,
+        )
+        try:
+            return self._register(request)
+        except (Refusal, UnknownRoomError) as error:
+            ids = list(request.input_ids)
+            sequence = Sequence(request, submission.opening, self.gate, ids, len(ids))
+            sequence.aborting = (AbortSource.ENGINE_FAULT, str(error))
+            sequence.quiet = True
+            return sequence
+
+    def _left(self, sequence: Sequence) -> None:
+        self._live.pop(sequence.key, None)
 
     # ---- Serving -------------------------------------------------------------------------------------
 
@@ -352,23 +400,26 @@ class Engine:
     def submit(self, request: Request) -> None:
         self._check_size(request)
 
+        try:
+            sequence = self._register(request)
+        except (Refusal, UnknownRoomError) as error:
+            raise RequestRefusedError(f"the room has ended: {error}") from error
+        self._loop.submit(sequence)
+
+    def _register(self, request: Request) -> Sequence:
+        """The sequence of a room that lives here. Raises Refusal, UnknownRoomError, RequestRefusedError."""
+        ids = list(request.input_ids)
+
         def enter(half: Any) -> list[Any]:
             if not half.live:
                 raise Refusal(f"room {request.key} is {half.state.value}")
             if request.key in self._live:
                 raise RequestRefusedError(f"room {request.key} already has its request")
-            opening = self._openings[request.key]
-            ids = list(request.input_ids)
-            self._live[request.key] = Sequence(request, opening, self.gate, ids, len(ids))
+            self._live[request.key] = Sequence(request, self._openings[request.key], self.gate, ids, len(ids))
             return []
 
-        try:
-            self._agent.apply(request.key, enter)
-        except (Refusal, UnknownRoomError) as error:
-            raise RequestRefusedError(f"the room has ended: {error}") from error
-        sequence = self._live.get(request.key)
-        if sequence is not None:
-            self._loop.submit(sequence)
+        self._agent.apply(request.key, enter)
+        return self._live[request.key]
 
     def _check_size(self, request: Request) -> None:
         prompt, new = len(request.input_ids), request.max_new_tokens
@@ -393,7 +444,8 @@ class Engine:
     def flush(self) -> None:
         if self._live:
             raise BusyError(f"{len(self._live)} requests are alive: flush_cache needs an idle engine")
-        self._loop.post(self._cache.clear)
+        if self._launch.rank == 0:  # the others drop theirs with it
+            self._loop.flush()
 
     def info(self) -> dict[str, Any]:
         return {

@@ -19,6 +19,7 @@ from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import digest_pages
+from dsv4ctl.engine_adapters.reference.facts import FAILED, LOADED, LOADING
 from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, backup_pages, load_pages
 
@@ -38,7 +39,7 @@ class Piece:
     nodes: tuple[Node, ...]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(eq=False, slots=True)
 class LoadJob:
     """What one request loads from the host. `ticket` is the `load` consumer's right to read the host pages.
 
@@ -48,7 +49,8 @@ class LoadJob:
 
     ticket: Ticket
     pieces: tuple[Piece, ...]
-    failed: Callable[[str], None]
+    nodes: tuple[Node, ...]
+    state: int = LOADING  #: on this rank; every rank drops the nodes if one of them failed
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,7 +89,10 @@ def paced_gbps(geometry: Geometry, layer_seconds: Sequence[float]) -> float:
 
 
 class HiCache:
-    """Two daemon threads. A job that fails revokes its sharers; a thread that dies calls `died`."""
+    """Two daemon threads. A job that fails revokes its sharers.
+
+    `told` is called when loads ended (None), or with the reason when one failed; `died` when a thread died.
+    """
 
     def __init__(
         self,
@@ -98,6 +103,7 @@ class HiCache:
         gbps: float,
         verify: bool,
         counters: Callable[[str, int], None],
+        told: Callable[[str | None], None],
         died: Callable[[str, BaseException], None],
     ) -> None:
         self._gate = gate
@@ -107,6 +113,7 @@ class HiCache:
         self._link = Link(gbps)
         self._verify = verify
         self._count = counters
+        self._told = told
         self._died = died
         self._loads: queue.SimpleQueue[Sequence[LoadJob] | None] = queue.SimpleQueue()
         self._backups: queue.SimpleQueue[BackupJob | None] = queue.SimpleQueue()
@@ -151,6 +158,9 @@ class HiCache:
             for piece in job.pieces:
                 self._gate.end_load(piece.load)
             self._gate.leave(job.ticket)
+        for job in alive:
+            job.state = LOADED
+        self._told(None)
 
     def _load_layer(self, job: LoadJob, layer: int) -> bool:
         """True if the layer landed as it was sealed; else every load of the job has failed."""
@@ -172,7 +182,8 @@ class HiCache:
     def _fail(self, job: LoadJob, why: str) -> bool:
         for piece in job.pieces:
             self._gate.fail_load(piece.load, why)
-        job.failed(why)
+        job.state = FAILED
+        self._told(why)
         return False
 
     def _copy(self, piece: Piece, layer: int) -> None:

@@ -24,6 +24,7 @@ class ReferenceOptions(msgspec.Struct, frozen=True):
     context_tokens: int
     seed: int
     device: Literal["cpu", "cuda"]
+    collective_timeout: float
 
 
 class EngineOptions(msgspec.Struct, frozen=True):

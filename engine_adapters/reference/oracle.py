@@ -119,9 +119,7 @@ def answer_line(oracle: Oracle, line: bytes, ignore_eos: bool) -> bytes:
         return msgspec.json.encode({"id": question.id, "error": str(error)})
     digests = [page.to_builtins() for page in run.pages]
     folded = fold_pages(run.pages).to_builtins()
-    return msgspec.json.encode(
-        {"id": question.id, "output_ids": run.tokens, "digests": digests, "folded": folded}
-    )
+    return msgspec.json.encode({"id": question.id, "output_ids": run.tokens, "digests": digests, "folded": folded})
 
 
 def main() -> None:

@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import Protocol
 
-from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import RoomKey
-from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.reference.cache import HOST, Node, PrefixCache
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page, fold_pages
+from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.geometry import SPACES
 from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob, Piece
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
@@ -45,7 +43,6 @@ class Prefill:
         hicache: HiCache | None,
         policy: HiCachePolicy,
         outbox: Outbox | None,
-        load_failed: Callable[[tuple[Node, ...], str], None],
     ) -> None:
         self._agent = agent
         self._gate: Gate = agent.gate
@@ -55,44 +52,22 @@ class Prefill:
         self._hicache = hicache
         self._policy = policy
         self._outbox = outbox
-        self._load_failed = load_failed
 
     # ---- admission -----------------------------------------------------------------------------------
 
-    def may_begin(self, sequence: Sequence) -> bool:
-        """Its peers have pages for it: whoever holds pages here never waits for pages there (no hold-and-wait).
-
-        Raises UnknownRoomError if the room has ended.
-        """
-        begins = True
-
-        def look(half: Writer | Reader) -> list:  # type: ignore[type-arg]
-            nonlocal begins
-            begins = not isinstance(half, Writer) or half.told or not half.live
-            return []
-
-        self._agent.apply(sequence.key, look)
-        return begins
-
-    def admit(self, sequence: Sequence, jobs: list[LoadJob]) -> bool:
+    def admit(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
         """Gives the sequence its pages, loads and tickets, all or nothing; False if there is no room yet.
 
         Its HiCache load is added to `jobs`: the loads of one step run as one. Raises Refusal or
-        UnknownRoomError if the room is aborted.
+        UnknownRoomError, with everything taken, if the room is over on this rank.
         """
-        admitted = False
+        if not self._allocate(sequence, budget, jobs):
+            return False
+        self._agent.apply(sequence.key, lambda half: half.forward_begin())
+        self._send_cached(sequence)
+        return True
 
-        def under_the_room(half: Writer | Reader) -> list:  # type: ignore[type-arg]
-            nonlocal admitted
-            admitted = half.live and self._allocate(sequence, jobs)
-            return half.forward_begin() if admitted or not half.live else []
-
-        self._agent.apply(sequence.key, under_the_room)
-        if admitted:
-            self._send_cached(sequence)
-        return admitted
-
-    def _allocate(self, sequence: Sequence, jobs: list[LoadJob]) -> bool:
+    def _allocate(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
         path = self._usable(sequence.ids[: sequence.prompt])
         first, pages = len(path), -(-self._tokens_to_hold(sequence) // self._page_tokens)
         sealing = sequence.prompt // self._page_tokens - first
@@ -107,11 +82,12 @@ class Prefill:
             "state": 1 + sealing + len(loading["state"]),
         }
         self._cache.pin(path)
-        self._cache.evict_device(wants)
-        taken = self._gate.allocate(wants)
-        if taken is None:
+        self._cache.evict_device(wants, budget)
+        if not budget.take(wants):
             self._cache.unpin(path)
             return False
+        taken = self._gate.allocate(wants)
+        assert taken is not None, "every rank has what all agreed on"
         left = {space: list(pages) for space, pages in taken.items()}
         if any(loading.values()):
             jobs.append(self._open_load(path, {s: (n, [left[s].pop() for _ in n]) for s, n in loading.items() if n}))
@@ -161,7 +137,7 @@ class Prefill:
             for node, page, generation in zip(nodes, target.pages, target.generations, strict=True):
                 node.device[space] = target._replace(pages=(page,), generations=(generation,))
         loaded = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
-        return LoadJob(ticket, tuple(pieces), lambda why: self._load_failed(loaded, why))
+        return LoadJob(ticket, tuple(pieces), loaded)
 
     def _fill_table(self, sequence: Sequence, left: dict[str, list[int]]) -> None:
         path, table = sequence.path, sequence.table
@@ -191,14 +167,14 @@ class Prefill:
         state_from = sequence.state_from if sequence.state_from is not None else sequence.table.state
         return make_chunk(self._pools, sequence.ids[start:end], start, sequence.table, state_from)
 
-    def computed(self, sequence: Sequence, end: int, backups: list[BackupJob]) -> bool:
+    def computed(self, sequence: Sequence, end: int, budget: Budget) -> bool:
         """The chunk that ends at `end` is in the pools. True if it was the prompt's last."""
         logical = (end - 1) // self._page_tokens
         sequence.computed = end
         sequence.state_from = None
         sequence.leave(Consumer.COMPRESSOR)
         if end % self._page_tokens == 0:
-            self._seal_page(sequence, logical, backups)
+            self._seal_page(sequence, logical, budget)
         elif self._outbox is not None:
             self._seal_tail(sequence, logical)
         return end == sequence.prompt
@@ -215,7 +191,7 @@ class Prefill:
         )
         self._outbox.finish(sequence.key, manifest)
 
-    def _seal_page(self, sequence: Sequence, logical: int, backups: list[BackupJob]) -> None:
+    def _seal_page(self, sequence: Sequence, logical: int, budget: Budget) -> None:
         """A full page, and the state at its end: sealed, digested, published, backed up, sent."""
         assert sequence.lease is not None
         table, snapshot = sequence.table, sequence.snapshots.pop()
@@ -227,7 +203,7 @@ class Prefill:
         digests = digest_page(self._pools, logical, end, table, state=snapshot)
         sequence.digests.append(digests)
         device = {space: self._gate.extent(space, (page,)) for space, page in pages.items()}
-        self._publish(sequence, logical, device, digests, backups)
+        self._publish(sequence, logical, device, digests, budget)
         sequence.join_sealed(logical)
         last = end == sequence.prompt
         if self._outbox is not None:
@@ -257,7 +233,7 @@ class Prefill:
         logical: int,
         device: dict[str, Extent],
         digests: PageDigests,
-        backups: list[BackupJob],
+        budget: Budget,
     ) -> None:
         parent = sequence.path[-1] if sequence.path else None
         if not sequence.publishes or (parent is not None and not parent.alive):
@@ -270,17 +246,18 @@ class Prefill:
         if took:
             for space, extent in device.items():
                 sequence.owned[space].discard(extent.pages[0])
-            self._back_up(node, backups)
+            self._back_up(node, budget)
 
-    def _back_up(self, node: Node, backups: list[BackupJob]) -> None:
+    def _back_up(self, node: Node, budget: Budget) -> None:
         """Copies a freshly published page to the host; without room there it stays on the device only."""
         if self._hicache is None or node.host:
             return
         wants = {HOST + space: 1 for space in node.device}
-        self._cache.evict_host(wants)
-        pages = self._gate.allocate(wants)
-        if pages is None:
+        self._cache.evict_host(wants, budget)
+        if not budget.take(wants):
             return
+        pages = self._gate.allocate(wants)
+        assert pages is not None, "every rank has what all agreed on"
         ticket = self._gate.request(Consumer.BACKUP, list(node.device.values()))
         pieces = []
         for space, extent in node.device.items():
@@ -288,7 +265,7 @@ class Prefill:
             load = self._gate.open_load(LoadKind.BACKUP, [target])
             (node.host[space],) = load.extents
             pieces.append(Piece(load, node.host[space], extent, (node,)))
-        backups.append(BackupJob(ticket, tuple(pieces)))
+        self._hicache.back_up(BackupJob(ticket, tuple(pieces)))
 
     # ---- sending -------------------------------------------------------------------------------------
 

@@ -6,11 +6,12 @@ from dataclasses import dataclass, field
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
-from dsv4ctl.controlplane.tickets.gate import Gate
+from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError, TicketTimeoutError
 from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
+from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.requests import Finished, Request, Token
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
 
@@ -43,6 +44,15 @@ class Sequence:
     host_tokens: int = 0  #: of those, loaded by HiCache for this request
     finished: bool = False
     freed: bool = False
+    # Facts of this rank, left by other threads for the next round:
+    aborting: tuple[AbortSource, str] | None = None  #: the room is aborting, or was refused here
+    manifest: Manifest | None = None  #: the room's bytes landed and are verified
+    quiet: bool = False  #: the room ended: nobody writes its pages any more
+    quarantining: bool = False  #: nobody knows whether its writer is quiet
+    # What all ranks agreed on:
+    may_begin: bool = False  #: every peer has pages for it
+    dropped: bool = False
+    broken: tuple[AbortSource, str] | None = None  #: a read was not granted: its results are of no use on this rank
     unquiesced: bool = False  #: freed while a peer may still have been writing (guard `quiesce` off)
 
     @property
@@ -56,12 +66,18 @@ class Sequence:
     def read(self, consumer: str, pool: str, layer: int) -> None:
         """The model is about to read cached bytes: waits for this consumer's grant of the layer.
 
-        Bytes that the sequence's own forward wrote need no ticket (its lease covers them). Raises
-        TicketRevokedError, TicketTimeoutError.
+        Bytes that the sequence's own forward wrote need no ticket (its lease covers them). A read that is not
+        granted leaves `broken`: the step's ranks decide together, at its end, that nothing comes of it.
         """
         ticket = self.tickets.get(Consumer(consumer))
-        if ticket is not None:
+        if ticket is None or self.broken is not None:
+            return
+        try:
             self.gate.read(ticket, pool, layer, self.opening.deadlines["loading"])
+        except TicketRevokedError as error:
+            self.broken = (AbortSource.ENGINE_FAULT, str(error))
+        except TicketTimeoutError as error:
+            self.broken = (AbortSource.DEADLINE, str(error))
 
     def join(self, consumer: Consumer, extents: list[Extent]) -> None:
         """The consumer's ticket covers these sealed (or loading) extents from here on."""
@@ -111,6 +127,12 @@ class Sequence:
             self.freed = True
             for space, pages in self.owned.items():
                 self.gate.free(space, pages)
+
+    def quarantine(self) -> None:
+        """No ack by the deadline: nobody reads or reuses the pages until the writer is quiet or fenced."""
+        self.free_pages()
+        if self.transfer is not None and self.transfer.open:
+            self.gate.quarantine(self.transfer)
 
     def release(self) -> None:
         """Nobody writes the pages any more: ends the loads, releases the tickets, frees what is private."""

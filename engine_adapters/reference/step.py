@@ -1,6 +1,8 @@
-"""The step loop: one thread that admits, computes one chunk of every running sequence, and hands results on.
+"""The step loop: one thread that agrees with the other ranks, admits, computes one chunk of every running sequence.
 
-What other threads want of it comes through one mailbox and is applied between two steps, in order.
+It alone owns what the sequences hold: pages, leases, tickets, cached nodes. Other threads leave facts (an abort,
+landed bytes, a quiet room) on a sequence and wake the loop; the facts take effect between two steps, in the same
+step on every rank (`agreement`).
 """
 
 from __future__ import annotations
@@ -10,84 +12,130 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+import msgspec
 import torch
 
+from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.effects import Refusal
-from dsv4ctl.controlplane.rooms.states import AbortSource
-from dsv4ctl.controlplane.tickets.gate import TicketRevokedError, TicketTimeoutError
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
+from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
+from dsv4ctl.engine_adapters.reference.agreement import Agreement
+from dsv4ctl.engine_adapters.reference.cache import PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
-from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob
+from dsv4ctl.engine_adapters.reference.facts import FAILED, LOADED, NO_ABORT, SOURCES, Budget, Known, Space, flatten
+from dsv4ctl.engine_adapters.reference.hicache import HiCache, LoadJob
 from dsv4ctl.engine_adapters.reference.model import Model
-from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.sequence import Chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 
-#: Seconds between two looks for pages while a sequence waits for them and nothing runs.
-_LOOK_AGAIN_SECONDS = 0.01
-#: The room went away while its sequence was here: it is dropped by its own message.
+#: The room went away on this rank; the ranks drop its sequence together, in a round soon.
 GONE = (Refusal, UnknownRoomError)
+#: Facts without a wake-up (a page that comes back, a fact of another rank) are looked for this often, in seconds.
+_LOOK_AGAIN = 0.005
+#: An idle engine of several ranks shows each other that they live this often, in seconds.
+_IDLE_ROUND = 0.5
+
+
+class Submission(msgspec.Struct, frozen=True):
+    """A request as rank 0 tells it to the others."""
+
+    opening: OpenRoom
+    rid: str
+    input_ids: tuple[int, ...]
+    max_new_tokens: int
+    ignore_eos: bool
+    bootstrap_host: str | None
+    bootstrap_port: int | None
+
+
+class Orders(msgspec.Struct, frozen=True):
+    """What rank 0 tells in one round."""
+
+    submissions: list[Submission] = []
+    flush: bool = False
+
+
+_decoder = msgspec.msgpack.Decoder(Orders)
 
 
 class StepLoop:
-    """`prefill` None on a decode engine, `decode` None on a prefill engine, both on a single one."""
+    """`prefill` None on a decode engine, `decode` None on a prefill engine, both on a single one.
+
+    `enter` makes a sequence of a submission on a rank that did not get the request itself; `left` is told of each
+    sequence that holds nothing any more.
+    """
 
     def __init__(
         self,
         agent: Agent,
+        agreement: Agreement,
         model: Model,
+        cache: PrefixCache,
         prefill: Prefill | None,
         decode: Decode | None,
         hicache: HiCache | None,
         max_batch: int,
+        enter: Callable[[Submission], Sequence],
+        left: Callable[[Sequence], None],
     ) -> None:
         self._agent = agent
+        self._gate = agent.gate
+        self._agreement = agreement
         self._model = model
+        self._cache = cache
         self._prefill = prefill
         self._decode = decode
         self._hicache = hicache
         self._max_batch = max_batch
+        self._enter = enter
+        self._left = left
         self._wakeup = threading.Condition()
-        self._mail: deque[Callable[[], None]] = deque()
+        self._woken = False
         self._stopping = False
+        self._submitted: deque[Sequence] = deque()
+        self._flush = False
+        self._spaces = tuple(self._gate.spaces())
+        self._loading: list[LoadJob] = []
+        self.rooms: dict[RoomKey, Sequence] = {}  #: every sequence that may hold something, in the agreed order
         self.waiting: deque[Sequence] = deque()
-        self.transferring: dict[int, Sequence] = {}  #: by room number: admitted, bytes not all here
+        self.transferring: dict[RoomKey, Sequence] = {}  #: admitted, bytes not all here
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.steps = 0
+        self.rounds = 0
 
     # ---- from any thread -----------------------------------------------------------------------------
 
-    def post(self, message: Callable[[], None]) -> None:
-        """`message` is called by the loop between two steps."""
+    def wake(self) -> None:
+        """A fact changed."""
         with self._wakeup:
-            self._mail.append(message)
+            self._woken = True
             self._wakeup.notify()
 
     def submit(self, sequence: Sequence) -> None:
-        self.post(lambda: self.waiting.append(sequence))
+        """Rank 0 only: every rank gets it in the next round."""
+        self._submitted.append(sequence)
+        self.wake()
 
-    def drop(self, sequence: Sequence) -> None:
-        """The room is aborting."""
-        self.post(lambda: self._drop(sequence))
-
-    def ready(self, sequence: Sequence, manifest: Manifest) -> None:
-        """The room's bytes landed and are verified."""
-        self.post(lambda: self._start(sequence, manifest))
+    def flush(self) -> None:
+        """Rank 0 only: every rank drops its cached pages in the next round in which no sequence lives."""
+        self._flush = True
+        self.wake()
 
     def stop(self) -> None:
         self._stopping = True
-        self.post(lambda: None)
+        self.wake()
 
     def work(self) -> int:
         """What this loop could go on with by itself: who waits for pages waits for rooms, which have deadlines."""
-        return len(self._mail) + len(self.prefilling) + len(self.decoding)
+        return len(self._submitted) + len(self.prefilling) + len(self.decoding)
 
     def queues(self) -> dict[str, int]:
         return {
-            "waiting": len(self.waiting),
+            "waiting": len(self._submitted) + len(self.waiting),
             "prefilling": len(self.prefilling),
             "transferring": len(self.transferring),
             "decoding": len(self.decoding),
@@ -99,69 +147,190 @@ class StepLoop:
         """Until `stop`. Anything raised here is a defect: the caller reports it and ends the engine."""
         with torch.inference_mode():
             while not self._stopping:
-                self._read_mail(wait=not (self.prefilling or self.decoding))
-                self._admit()
+                self._wait()
+                budget = self._round()
+                self._admit(budget)
                 if self.prefilling or self.decoding:
-                    self._step()
+                    self._step(budget)
 
-    def _read_mail(self, wait: bool) -> None:
+    def _wait(self) -> None:
+        """Rank 0 waits for something to do; the others wait for rank 0, in the round."""
+        if self._agreement.rank:
+            return
         with self._wakeup:
-            # Whatever gives this loop work posts a message - except a page that comes back: any thread may be its
-            # last user, so whoever waits for pages looks again. With nobody waiting there is no deadline.
-            again = _LOOK_AGAIN_SECONDS if self.waiting else None
-            self._wakeup.wait_for(lambda: bool(self._mail) or not wait or self._stopping, again)
-            mail, self._mail = self._mail, deque()
-        for message in mail:
-            message()
+            busy = bool(self.prefilling or self.decoding)
+            self._wakeup.wait_for(lambda: busy or self._woken or self._stopping, self._patience())
+            self._woken = False
 
-    def _admit(self) -> None:
+    def _patience(self) -> float | None:
+        alone = self._agreement.ranks == 1
+        if self.waiting or (self.rooms and not alone):
+            return _LOOK_AGAIN
+        # Alone and with nobody waiting for pages, whatever changes wakes the loop: no deadline is needed.
+        return None if alone else _IDLE_ROUND
+
+    # ---- rounds --------------------------------------------------------------------------------------
+
+    def _round(self) -> Budget:
+        """Every rank learns what is new, and applies to each sequence what all ranks know of it."""
+        self.rounds += 1
+        self._take_orders()
+        sequences, loading = list(self.rooms.values()), list(self._loading)
+        pages = [self._gate.room_in(space) for space in self._spaces]
+        states = [self._load_state(job) for job in loading]
+        mine = flatten([*pages, *map(self._known, sequences), states])
+        agreed = iter(self._agreement.least(mine))
+        budget = Budget(self._spaces, [Space(next(agreed), next(agreed)) for _ in pages])
+        for sequence in sequences:
+            self._apply(sequence, Known(*(next(agreed) for _ in Known._fields)))
+        for job in loading:
+            self._settle_load(job, next(agreed))
+        return budget
+
+    def _take_orders(self) -> None:
+        mine = [self._submitted.popleft() for _ in range(len(self._submitted))]
+        orders = Orders([_submission(sequence) for sequence in mine], self._flush)
+        self._flush = False
+        told = self._agreement.tell(b"" if not mine and not orders.flush else msgspec.msgpack.encode(orders))
+        if not told:
+            return
+        orders = _decoder.decode(told)
+        entered = mine if self._agreement.rank == 0 else [self._enter(order) for order in orders.submissions]
+        for sequence in entered:
+            self.rooms[sequence.key] = sequence
+            self.waiting.append(sequence)
+        if orders.flush and not self.rooms:
+            self._cache.clear()
+
+    def _known(self, sequence: Sequence) -> Known:
+        aborting = sequence.aborting
+        abort = NO_ABORT if aborting is None else SOURCES.index(aborting[0])
+        told = self._prefill is None or self._decode is not None or self._agent.told(sequence.key)
+        return Known(abort, int(told), int(sequence.manifest is not None), int(sequence.quiet))
+
+    def _apply(self, sequence: Sequence, known: Known) -> None:
+        sequence.may_begin = bool(known.told)
+        if known.abort != NO_ABORT and not sequence.dropped:
+            self._drop(sequence, SOURCES[known.abort])
+        elif known.ready and not sequence.dropped and self.transferring.pop(sequence.key, None) is not None:
+            self._start(sequence)
+        if sequence.quarantining and not sequence.freed:
+            sequence.quarantine()
+        if known.quiet:
+            self._retire(sequence)
+
+    def _drop(self, sequence: Sequence, source: AbortSource) -> None:
+        """Between two steps, on every rank: no forward of the sequence runs any more."""
+        sequence.dropped = True
+        self._agent.abort(sequence.key, source, "aborted on another rank")
+        running = sequence in self.prefilling or sequence in self.decoding
+        for queue in (self.waiting, self.prefilling, self.decoding):
+            if sequence in queue:
+                queue.remove(sequence)
+        self.transferring.pop(sequence.key, None)
+        if running:
+            with contextlib.suppress(*GONE):  # it ended already on this rank
+                self._agent.apply(sequence.key, lambda half: half.forward_end())
+        if not self._gate.guarded(Guard.QUIESCE):
+            # What an engine does that frees an aborted room's pages at once.
+            sequence.unquiesced = not sequence.quiet
+            sequence.release()
+
+    def _start(self, sequence: Sequence) -> None:
+        """Its bytes are here, on every rank."""
+        assert self._decode is not None
+        self.decoding.append(sequence)
+        try:
+            self._decode.start(sequence)
+            self._finish_if_over(sequence)
+        except GONE:
+            pass
+        except LedgerError as error:
+            self._break(sequence, AbortSource.ENGINE_FAULT, f"the ledger refused: {error}")
+
+    def _retire(self, sequence: Sequence) -> None:
+        """Quiet on every rank: what it holds goes back."""
+        if sequence.unquiesced:
+            self._gate.violations["pages reused before the writer was quiet"] += 1
+        sequence.release()
+        self._cache.unpin(sequence.path)
+        del self.rooms[sequence.key]
+        if sequence in self.waiting:
+            self.waiting.remove(sequence)
+        self._left(sequence)
+
+    def _load_state(self, job: LoadJob) -> tuple[int, ...]:
+        return (job.state,)
+
+    def _settle_load(self, job: LoadJob, state: int) -> None:
+        """Loaded on every rank, or failed on one: then no rank keeps what it was to fill."""
+        if state == FAILED:
+            self._cache.forget(job.nodes)
+        if state in (FAILED, LOADED):
+            self._loading.remove(job)
+
+    # ---- admission -----------------------------------------------------------------------------------
+
+    def _admit(self, budget: Budget) -> None:
         """First come, first served, of those that may begin; the first without pages makes the others wait."""
         jobs: list[LoadJob] = []
         for sequence in list(self.waiting):
             if len(self.prefilling) + len(self.decoding) >= self._max_batch:
                 break
-            try:
-                if self._prefill is not None and not self._prefill.may_begin(sequence):
-                    continue
-                admitted = self._admit_one(sequence, jobs)
-            except GONE:
-                admitted = True
-            if not admitted:
+            if not sequence.may_begin:
+                continue
+            if not self._admit_one(sequence, budget, jobs):
                 break
             self.waiting.remove(sequence)
         if jobs and self._hicache is not None:
+            self._loading += jobs
             self._hicache.load(jobs)
 
-    def _admit_one(self, sequence: Sequence, jobs: list[LoadJob]) -> bool:
-        if self._prefill is not None:
-            if not self._prefill.admit(sequence, jobs):
+    def _admit_one(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
+        half = self._prefill or self._decode
+        assert half is not None
+        try:
+            if not half.admit(sequence, budget, jobs):
                 return False
+        except GONE:
+            pass  # on this rank; the others go on until the next round, and so does its sequence here
+        if self._prefill is not None:
             self.prefilling.append(sequence)
-            return True
-        assert self._decode is not None
-        if not self._decode.admit(sequence):
-            return False
-        self.transferring[sequence.key.room] = sequence
+        else:
+            self.transferring[sequence.key] = sequence
         return True
 
-    def _step(self) -> None:
+    # ---- steps ---------------------------------------------------------------------------------------
+
+    def _step(self, budget: Budget) -> None:
         """One chunk of every sequence, layers outermost: a batch in which nobody depends on anybody."""
         batch = [(sequence, self._chunk(sequence)) for sequence in (*self.prefilling, *self.decoding)]
-        hidden = {id(sequence): self._model.embed(chunk) for sequence, chunk in batch}
+        hidden = [self._model.embed(chunk) for _, chunk in batch]
         for layer in range(self._model.geometry.layers):
-            for sequence, chunk in batch:
-                if sequence.finished:  # aborted: what it computes goes nowhere, and its peer waits for this step's end
-                    hidden.pop(id(sequence), None)
-                elif id(sequence) in hidden:
-                    self._forward_layer(layer, sequence, chunk, hidden)
+            for at, (sequence, chunk) in enumerate(batch):
+                if not self._skips(sequence):
+                    hidden[at] = self._model.forward_layer(layer, hidden[at], chunk, sequence.read)
         self.steps += 1
-        backups: list[BackupJob] = []
-        for sequence, chunk in batch:
-            if id(sequence) in hidden:
-                self._computed(sequence, chunk, hidden[id(sequence)], backups)
-        if self._hicache is not None:
-            for job in backups:
-                self._hicache.back_up(job)
+        whole = self._agreement.least([int(self._whole(sequence)) for sequence, _ in batch])
+        for (sequence, chunk), result, right in zip(batch, hidden, whole, strict=True):
+            if right:
+                self._computed(sequence, chunk, result, budget)
+
+    def _skips(self, sequence: Sequence) -> bool:
+        """Alone, a sequence whose result goes nowhere is left at once; ranks go through its gathers together."""
+        return self._agreement.ranks == 1 and not self._whole(sequence)
+
+    def _whole(self, sequence: Sequence) -> bool:
+        """Its reads were all granted, and its room is not aborting here."""
+        if sequence.broken is not None and sequence.aborting is None:
+            self._break(sequence, *sequence.broken)
+        return sequence.broken is None and sequence.aborting is None
+
+    def _break(self, sequence: Sequence, source: AbortSource, why: str) -> None:
+        """This rank cannot go on with it: the fact goes into the next round."""
+        self._agent.abort(sequence.key, source, why)
+        if sequence.aborting is None:
+            sequence.aborting = (source, why)
 
     def _chunk(self, sequence: Sequence) -> Chunk:
         if sequence.computed < sequence.prompt:
@@ -170,26 +339,16 @@ class StepLoop:
         assert self._decode is not None
         return self._decode.chunk(sequence)
 
-    def _forward_layer(self, layer: int, sequence: Sequence, chunk: Chunk, hidden: dict[int, torch.Tensor]) -> None:
-        try:
-            hidden[id(sequence)] = self._model.forward_layer(layer, hidden[id(sequence)], chunk, sequence.read)
-        except TicketRevokedError as error:
-            del hidden[id(sequence)]
-            self._agent.abort(sequence.key, AbortSource.ENGINE_FAULT, str(error))
-        except TicketTimeoutError as error:
-            del hidden[id(sequence)]
-            self._agent.abort(sequence.key, AbortSource.DEADLINE, str(error))
-
-    def _computed(self, sequence: Sequence, chunk: Chunk, hidden: torch.Tensor, backups: list[BackupJob]) -> None:
+    def _computed(self, sequence: Sequence, chunk: Chunk, hidden: torch.Tensor, budget: Budget) -> None:
         try:
             if sequence.computed >= sequence.prompt:
                 self._decoded(sequence, chunk, hidden)
-            elif self._prefill is not None and self._prefill.computed(sequence, chunk.end, backups):
+            elif self._prefill is not None and self._prefill.computed(sequence, chunk.end, budget):
                 self._prompt_done(sequence, self._model.next_token(hidden))
         except GONE:
-            pass  # the room is aborting: its drop is in the mailbox
+            pass
         except LedgerError as error:
-            self._agent.abort(sequence.key, AbortSource.ENGINE_FAULT, f"the ledger refused: {error}")
+            self._break(sequence, AbortSource.ENGINE_FAULT, f"the ledger refused: {error}")
 
     def _decoded(self, sequence: Sequence, chunk: Chunk, hidden: torch.Tensor) -> None:
         assert self._decode is not None
@@ -201,49 +360,34 @@ class StepLoop:
     def _prompt_done(self, sequence: Sequence, first_token: int) -> None:
         assert self._prefill is not None
         self._agent.note(sequence.key, sealed=self._prefill.sealed(sequence))
+        self.prefilling.remove(sequence)
         if self._decode is None:
-            self.prefilling.remove(sequence)
             self._prefill.hand_over(sequence, first_token)
             sequence.emit(first_token)
             sequence.finish("length")
             self._agent.apply(sequence.key, lambda writer: writer.forward_end())
             return
-        # Refused on an aborted room: the sequence stays where its drop finds it.
-        self._agent.apply(sequence.key, lambda reader: reader.decoding())
-        self.prefilling.remove(sequence)
         self.decoding.append(sequence)
+        self._agent.apply(sequence.key, lambda reader: reader.decoding())
         sequence.emit(first_token)
         self._finish_if_over(sequence)
-
-    # ---- mail ----------------------------------------------------------------------------------------
-
-    def _start(self, sequence: Sequence, manifest: Manifest) -> None:
-        assert self._decode is not None
-        if self.transferring.pop(sequence.key.room, None) is None:
-            return
-        try:
-            self._decode.start(sequence, manifest)
-            self.decoding.append(sequence)
-            self._finish_if_over(sequence)
-        except GONE:
-            pass  # the room is aborting: its drop is in the mailbox
-        except LedgerError as error:
-            self._agent.abort(sequence.key, AbortSource.ENGINE_FAULT, f"the ledger refused: {error}")
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         assert self._decode is not None
         reason = self._decode.over(sequence)
         if reason is not None:
-            self._decode.finish(sequence, reason)
             self.decoding.remove(sequence)
+            self._decode.finish(sequence, reason)
 
-    def _drop(self, sequence: Sequence) -> None:
-        """Between two steps: no forward of the sequence runs any more."""
-        running = sequence in self.prefilling or sequence in self.decoding
-        for queue in (self.waiting, self.prefilling, self.decoding):
-            if sequence in queue:
-                queue.remove(sequence)
-        self.transferring.pop(sequence.key.room, None)
-        if running:
-            with contextlib.suppress(UnknownRoomError):  # it ended already
-                self._agent.apply(sequence.key, lambda half: half.forward_end())
+
+def _submission(sequence: Sequence) -> Submission:
+    request = sequence.request
+    return Submission(
+        sequence.opening,
+        request.rid,
+        request.input_ids,
+        request.max_new_tokens,
+        request.ignore_eos,
+        request.bootstrap_host,
+        request.bootstrap_port,
+    )

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import queue
-from typing import Any
+import time
 
 import msgspec
 
@@ -25,7 +25,7 @@ class Single:
 
     def __init__(self, config: EngineConfig, unsafe_off: tuple[str, ...] = (), integrity: str = "read") -> None:
         table = msgspec.to_builtins(config)
-        launch = LaunchRequest(table, 0, "incarnation-0", "/nowhere", unsafe_off, integrity, "m")
+        launch = LaunchRequest(table, 0, "incarnation-0", "launch-0", "/nowhere", unsafe_off, integrity, "m")
         self.ended: list[str] = []
         self.engine = Engine(launch, msgspec.convert(table, EngineOptions), Log(), self.ended.append)
         self.engine.start()
@@ -52,10 +52,12 @@ class Single:
                     return tokens, finished
 
     def settle(self) -> None:
-        """Returns once the step loop has read everything posted so far."""
-        done: queue.Queue[Any] = queue.Queue()
-        self.engine._loop.post(lambda: done.put(None))
-        done.get(timeout=60)
+        """Returns once nothing of any request is held, and what was asked of the loop before is done."""
+        rounds, deadline = self.engine._loop.rounds, time.monotonic() + 60
+        while self.engine._live or self.engine._loop.rounds < rounds + 2:
+            assert time.monotonic() < deadline, "a sequence is still held"
+            self.engine._loop.wake()
+            time.sleep(0.001)
 
     def owned(self) -> dict[str, int]:
         return self.engine.gate.counts()["owned"]
