@@ -58,9 +58,7 @@ def due(rungs: Sequence[Rung], elapsed: float, *, taken: int) -> tuple[Rung, ...
 def overdue(state: str, seconds_in_state: float, deadlines: Mapping[str, float]) -> bool:
     """Whether a room has been in `state` too long. Raises KeyError for a state without a deadline."""
     if state not in deadlines:
-        raise KeyError(
-            f"room state {state!r} has no deadline; those that have: {', '.join(sorted(deadlines))}"
-        )
+        raise KeyError(f"room state {state!r} has no deadline; those that have: {', '.join(sorted(deadlines))}")
     return seconds_in_state >= deadlines[state]
 
 

@@ -18,50 +18,36 @@ DEFAULTS: dict[str, Default] = {
     default.key: default
     for default in (
         Default(
-            "deadlines.allocated",
-            10.0,
-            "s",
-            "the request is sent right after the room is opened on both sides",
+            "deadlines.allocated", 120.0, "s", "the request may wait for pages behind others: queueing is no fault"
         ),
         Default(
-            "deadlines.bootstrapping", 30.0, "s", "a peer's first registration of its memory takes seconds"
+            "deadlines.bootstrapping", 120.0, "s", "the prefill queue, and a peer's first registration of its memory"
         ),
         Default("deadlines.loading", 120.0, "s", "host loads and the prefill of a full context on the CPU"),
-        Default("deadlines.sending", 30.0, "s", "a full context over a slow link, with room to spare"),
-        Default("deadlines.landed", 10.0, "s", "comparing digests is a pass over memory, never seconds"),
-        Default("deadlines.verified", 30.0, "s", "the room waits for a place in the decode batch"),
+        Default(
+            "deadlines.sending",
+            120.0,
+            "s",
+            "a cached prefix leaves first: the rest of the prompt is computed in this state",
+        ),
+        Default("deadlines.landed", 30.0, "s", "comparing digests is a pass over memory, seconds on a crowded machine"),
+        Default("deadlines.verified", 60.0, "s", "the room waits for a place in the decode batch"),
         Default("deadlines.decoding", 600.0, "s", "the longest answer at the embedded engine's speed"),
-        Default(
-            "deadlines.ack", 5.0, "s", "a write in flight ends in milliseconds: no ack by then means unknown"
-        ),
-        Default(
-            "deadlines.fence", 5.0, "s", "a killed process is reaped in milliseconds, a large one in seconds"
-        ),
-        Default(
-            "deadlines.drain", 30.0, "s", "one budget for everything, below the usual kill delay of a manager"
-        ),
-        Default(
-            "deadlines.ready", 90.0, "s", "engine start to its first frame: imports, weights, registration"
-        ),
+        Default("deadlines.ack", 5.0, "s", "a write in flight ends in milliseconds: no ack by then means unknown"),
+        Default("deadlines.fence", 5.0, "s", "a killed process is reaped in milliseconds, a large one in seconds"),
+        Default("deadlines.drain", 30.0, "s", "one budget for everything, below the usual kill delay of a manager"),
+        Default("deadlines.ready", 90.0, "s", "engine start to its first frame: imports, weights, registration"),
         Default("deadlines.wedge", 8.0, "s", "the verdict must stand in under 10 s"),
         Default("limits.max_rooms", 512, "rooms", "beyond this, queues grow and nothing gets faster"),
-        Default(
-            "limits.max_bytes", 8 * 1024**3, "bytes", "page-rounded transfer bytes in flight on one host"
-        ),
-        Default(
-            "limits.quarantine_max", 64, "pages", "an engine with more unknown pages is better restarted"
-        ),
+        Default("limits.max_bytes", 8 * 1024**3, "bytes", "page-rounded transfer bytes in flight on one host"),
+        Default("limits.quarantine_max", 64, "pages", "an engine with more unknown pages is better restarted"),
         Default("policies.routing", "round-robin", "name", "equal engines, no state to get wrong"),
         Default("policies.admission", "bytes", "name", "bytes in flight are what makes transfers slow"),
         Default("policies.integrity", "read", "name", "nothing is read before it is verified"),
-        Default(
-            "policies.abort", "ladder", "name", "ask, then quarantine, then fence: a time-out never frees"
-        ),
+        Default("policies.abort", "ladder", "name", "ask, then quarantine, then fence: a time-out never frees"),
         Default("policies.drain", "rooms", "name", "open rooms finish first"),
         Default("policies.restart", "backoff", "name", "fast the first time, patient when it repeats"),
-        Default(
-            "policies.hicache", "write-through", "name", "a sealed page never changes: copy it once, at once"
-        ),
+        Default("policies.hicache", "write-through", "name", "a sealed page never changes: copy it once, at once"),
         Default("restart.initial", 0.5, "s", "one crash costs its start-up time and little more"),
         Default("restart.cap", 30.0, "s", "a machine that heals is used again within half a minute"),
         Default("restart.tries", 5, "restarts", "what fails six times in a window fails for a reason"),

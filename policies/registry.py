@@ -49,9 +49,7 @@ def load(kind: Kind, name: str) -> Any:
     builtin, added = _builtin(kind), _added(kind)
     if len(added.get(name, ())) + (name in builtin) > 1:
         takers = ", ".join(sorted(entry.value for entry in added[name]))
-        raise PolicyError(
-            f"{kind} policy {name!r} is defined more than once: entry points {takers}; rename one"
-        )
+        raise PolicyError(f"{kind} policy {name!r} is defined more than once: entry points {takers}; rename one")
     if name in builtin:
         return builtin[name]
     if name in added:
@@ -89,6 +87,4 @@ def _import(kind: str, entry: EntryPoint) -> Any:
     try:
         return entry.load()
     except (ImportError, AttributeError) as error:
-        raise PolicyError(
-            f"{kind} policy {entry.name!r} ({entry.value}) cannot be imported: {error}"
-        ) from error
+        raise PolicyError(f"{kind} policy {entry.name!r} ({entry.value}) cannot be imported: {error}") from error

@@ -25,7 +25,8 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def defaults() -> str:
-    rows = ((f"`{d.key}`", f"{d.value:,}" if isinstance(d.value, int) else d.value, d.unit, d.reason) for d in DEFAULTS.values())
+    values = {d.key: f"{d.value:,}" if isinstance(d.value, int) else d.value for d in DEFAULTS.values()}
+    rows = ((f"`{d.key}`", values[d.key], d.unit, d.reason) for d in DEFAULTS.values())
     return table(("key", "default", "unit", "why"), rows)
 
 

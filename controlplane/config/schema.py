@@ -84,12 +84,12 @@ class LimitsConfig(Section, frozen=True, kw_only=True):
 class DeadlinesConfig(Section, frozen=True, kw_only=True):
     """Seconds. Each room state may last this long; then the room is aborted, quarantined, fenced."""
 
-    allocated: Seconds = 10.0
-    bootstrapping: Seconds = 30.0
+    allocated: Seconds = 120.0
+    bootstrapping: Seconds = 120.0
     loading: Seconds = 120.0
-    sending: Seconds = 30.0
-    landed: Seconds = 10.0
-    verified: Seconds = 30.0
+    sending: Seconds = 120.0
+    landed: Seconds = 30.0
+    verified: Seconds = 60.0
     decoding: Seconds = 600.0
     ack: Seconds = 5.0  #: aborting + quiescing, before the writer is fenced
     fence: Seconds = 5.0  #: a fenced process must be reaped within this

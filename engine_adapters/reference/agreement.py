@@ -54,7 +54,7 @@ class Gloo:
     def __init__(self, meeting: Path, rank: int, ranks: int, timeout: float) -> None:
         self.rank = rank
         self.ranks = ranks
-        store = distributed.FileStore(str(meeting), ranks)
+        store = distributed.FileStore(str(meeting), ranks)  # type: ignore[attr-defined] # not in its __all__
         distributed.init_process_group(
             "gloo", store=store, rank=rank, world_size=ranks, timeout=timedelta(seconds=timeout)
         )

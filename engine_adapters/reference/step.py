@@ -177,8 +177,7 @@ class StepLoop:
         self._take_orders()
         sequences, loading = list(self.rooms.values()), list(self._loading)
         pages = [self._gate.room_in(space) for space in self._spaces]
-        states = [self._load_state(job) for job in loading]
-        mine = flatten([*pages, *map(self._known, sequences), states])
+        mine = flatten([*pages, *map(self._known, sequences), tuple(job.state for job in loading)])
         agreed = iter(self._agreement.least(mine))
         budget = Budget(self._spaces, [Space(next(agreed), next(agreed)) for _ in pages])
         for sequence in sequences:
@@ -258,9 +257,6 @@ class StepLoop:
         if sequence in self.waiting:
             self.waiting.remove(sequence)
         self._left(sequence)
-
-    def _load_state(self, job: LoadJob) -> tuple[int, ...]:
-        return (job.state,)
 
     def _settle_load(self, job: LoadJob, state: int) -> None:
         """Loaded on every rank, or failed on one: then no rank keeps what it was to fill."""

@@ -19,9 +19,7 @@ def test_each_folder_is_installed_under_the_project_s_name(folder: str, root: Pa
 
 @pytest.mark.parametrize("folder", FOLDERS)
 def test_each_sub_folder_is_a_package(folder: str, root: Path) -> None:
-    bare = {
-        path.parent for path in (root / folder).rglob("*.py") if not (path.parent / "__init__.py").exists()
-    }
+    bare = {path.parent for path in (root / folder).rglob("*.py") if not (path.parent / "__init__.py").exists()}
     assert not bare, "setuptools leaves these out of a wheel"
 
 
@@ -29,7 +27,5 @@ def test_each_sub_folder_is_a_package(folder: str, root: Path) -> None:
 def test_packages_run_no_code_of_their_own(folder: str, root: Path) -> None:
     for path in (root / folder).rglob("__init__.py"):
         body = ast.parse(path.read_text()).body
-        docstring = [
-            node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)
-        ]
+        docstring = [node for node in body if isinstance(node, ast.Expr) and isinstance(node.value, ast.Constant)]
         assert body == docstring, f"{path.relative_to(root)}: only a docstring expected"

@@ -20,9 +20,7 @@ def write_program(path: Path, body: str) -> None:
     path.chmod(0o755)
 
 
-def call(
-    script: Path, *args: str, cwd: Path, path: str, venv: Path | str
-) -> subprocess.CompletedProcess[str]:
+def call(script: Path, *args: str, cwd: Path, path: str, venv: Path | str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(
         [str(script), *args],
         cwd=cwd,
@@ -113,9 +111,7 @@ def test_a_second_run_installs_nothing(root: Path, tools: Path, venv: Path, tmp_
     assert result.stderr == ""
 
 
-def test_a_failed_install_fails_and_is_tried_again(
-    root: Path, tools: Path, venv: Path, tmp_path: Path
-) -> None:
+def test_a_failed_install_fails_and_is_tried_again(root: Path, tools: Path, venv: Path, tmp_path: Path) -> None:
     (venv / "pip-fails").touch()
     for _ in range(2):
         result = call(root / "scripts/run", cwd=tmp_path, path=str(tools), venv=venv)

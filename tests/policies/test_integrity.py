@@ -19,7 +19,5 @@ def test_off_compares_nothing() -> None:
     ("bytes_to_client", "attempts", "what"),
     [(0, 1, OnMismatch.RE_PREFILL), (0, 2, OnMismatch.ERROR), (1, 1, OnMismatch.ERROR)],
 )
-def test_one_new_prefill_and_only_before_the_first_byte(
-    bytes_to_client: int, attempts: int, what: OnMismatch
-) -> None:
+def test_one_new_prefill_and_only_before_the_first_byte(bytes_to_client: int, attempts: int, what: OnMismatch) -> None:
     assert on_mismatch(bytes_to_client=bytes_to_client, attempts=attempts) is what

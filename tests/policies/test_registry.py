@@ -33,9 +33,7 @@ def test_every_kind_has_policies_that_load(kind: str) -> None:
 
 
 def test_the_near_miss_is_named() -> None:
-    with pytest.raises(
-        PolicyError, match=r"unknown routing policy 'round-robbin': did you mean 'round-robin'\? "
-    ):
+    with pytest.raises(PolicyError, match=r"unknown routing policy 'round-robbin': did you mean 'round-robin'\? "):
         load("routing", "round-robbin")
 
 
