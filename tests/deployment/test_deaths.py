@@ -12,6 +12,7 @@ import anyio
 import pytest
 
 from deployment import DECODE, PAGE, PREFILL, Client, Deployment, Reply, deployed, expected, prompt
+from dsv4ctl.engine_adapters.agent import QUARANTINE_SHARE
 
 pytestmark = pytest.mark.asyncio
 
@@ -137,12 +138,11 @@ async def test_a_writer_that_stops_amid_aborts_is_fenced_and_its_pages_come_back
                 clients.start_soon(client.burst, asked)
                 await _in_state(client, "sending")
                 stopped = await client.signal(PREFILL, signal.SIGSTOP)
-                held = len(await client.abort())
                 began = time.monotonic()
-                assert held > 0
+                assert await client.abort()
             assert time.monotonic() - began < TOLD_WITHIN, "clients do not wait for the writer"
             await client.until_no_rooms(3 * ACK)
-            assert time.monotonic() - began >= ACK - 0.5, "a time-out frees nothing"
+            assert time.monotonic() - began >= QUARANTINE_SHARE * ACK, "a time-out frees nothing"
             assert stopped not in deployment.pids(), "the writer is gone before its readers' pages are free"
             assert deployment.events("room.quarantined")
             await serves_again(client)
@@ -162,6 +162,6 @@ async def test_engines_end_with_a_killed_control_plane() -> None:
         began = time.monotonic()
         deployment.process.wait(ENDED_WITHIN)
         with anyio.fail_after(ENDED_WITHIN):
-            while deployment.pids():
+            while deployment.pids():  # noqa: ASYNC110 - only /proc knows
                 await anyio.sleep(0.01)
         print(f"\nengines ended {time.monotonic() - began:.3f} s after their control plane")

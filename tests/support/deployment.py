@@ -1,4 +1,4 @@
-"""A real deployment in a test: `dsv4ctl start` as a process, its gateway, its admin socket, and the oracle beside it."""
+"""A real deployment in a test: `dsv4ctl start` as a process, gateway and admin socket, and the oracle beside it."""
 
 from __future__ import annotations
 
@@ -214,7 +214,7 @@ class Client:
         last: Any = None
         try:
             with anyio.fail_after(deadline):
-                while not (last := await holds()):
+                while not (last := await holds()):  # noqa: ASYNC110 - asked as an operator would
                     await anyio.sleep(_LOOK)
         except TimeoutError:
             engines = {name: (e["state"], e["queues"], e["ledger"]) for name, e in (await self.engines()).items()}
@@ -321,9 +321,8 @@ def body_of(ids: list[int], new: int, rid: str | None = None, stream: bool = Fal
 
 def _read(raw: bytes, stream: bool) -> tuple[list[int] | None, str | None]:
     """Tokens and None, or None and the error. A stream that does not end with [DONE] has failed."""
-    events = (
-        [line.removeprefix(b"data: ") for line in raw.splitlines() if line.startswith(b"data: ")] if stream else [raw]
-    )
+    lines = [line for line in raw.splitlines() if line.startswith(b"data: ")] if stream else [raw]
+    events = [line.removeprefix(b"data: ") for line in lines]
     done = not stream or bool(events and events[-1] == b"[DONE]")
     bodies = [json.loads(event) for event in events if event != b"[DONE]"]
     if done and bodies and "output_ids" in bodies[-1]:
