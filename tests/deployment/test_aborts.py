@@ -201,7 +201,9 @@ async def test_every_way_to_abort_ends_a_decoding_room(
         room = await client.until_ended(number)
         assert time.monotonic() - began <= CLOSED_WITHIN
         assert (room["state"], room["source"]) == ("aborted", source)
-        if way is not by_leaving:
+        if way is by_leaving:
+            assert room["reason"] == "the client left"
+        else:
             (reply,) = replies
             assert reply.tokens is None, "an abort is never told as an answer"
             assert reply.error is not None

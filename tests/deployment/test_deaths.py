@@ -122,6 +122,7 @@ async def test_an_engine_killed_at_any_moment(deployment: Deployment, engine: st
         told = time.monotonic() - killed
         assert told < TOLD_WITHIN
         await client.until_no_rooms(ACK + TOLD_WITHIN)
+        assert not deployment.events("room.quarantined"), "a dead writer is known to be quiet at once"
         await check_all_ended(client, asked, replies)
         assert any(reply.tokens is None for reply in replies), "the engine died after the last answer"
         back = await serves_again(client)
