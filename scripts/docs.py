@@ -58,6 +58,7 @@ GUARD_MEANING = {
     Guard.BACKUP: "a backup reads device pages that may not be complete",
     Guard.LOAD: "a load reads host pages whose backup may still be writing",
     Guard.QUIESCE: "an aborted room's pages are freed before its writer acknowledged",
+    Guard.AGREEMENT: "a rank acts on an abort, a landing or a free page that it alone knows of",
     Guard.VERDICT: "a digest mismatch is counted and reported, and the room goes on",
 }
 

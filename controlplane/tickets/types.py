@@ -48,6 +48,7 @@ class Guard(Enum):
     BACKUP = "backup_ticket"
     LOAD = "load_ticket"
     QUIESCE = "quiesce"  #: pages of an aborted room are freed only when the writer is quiet
+    AGREEMENT = "rank_agreement"  #: ranks act on what all of them know
     VERDICT = "verdict"  #: a digest mismatch stops the room; off: it is counted and reported, and the room goes on
 
     @property

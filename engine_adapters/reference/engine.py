@@ -70,7 +70,14 @@ CONSUMERS = {
 class Engine:
     """`end` is called, from any thread, when the rank must not go on (a dead thread, a lost link)."""
 
-    def __init__(self, launch: LaunchRequest, options: EngineOptions, log: Log, end: Callable[[str], None]) -> None:
+    def __init__(
+        self,
+        launch: LaunchRequest,
+        options: EngineOptions,
+        log: Log,
+        end: Callable[[str], None],
+        agreement: Agreement | None = None,
+    ) -> None:
         self._launch = launch
         self._options = options
         self.h2d_gbps: float | None = None
@@ -91,7 +98,7 @@ class Engine:
         host_pages = dict.fromkeys(pages, options.hicache.pages) if self._has_hicache else {}
         self._pages = {**pages, **{HOST + space: count for space, count in host_pages.items()}}
         self._pools = DevicePools(self.geometry, pages, reference.device)
-        self._agreement = self._meet()
+        self._agreement = agreement or self._meet()
         self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
         self.gate = self._make_gate(launch)
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)

@@ -56,6 +56,7 @@ class Orders(msgspec.Struct, frozen=True):
 
     submissions: list[Submission] = []
     flush: bool = False
+    stop: bool = False
 
 
 _decoder = msgspec.msgpack.Decoder(Orders)
@@ -95,6 +96,7 @@ class StepLoop:
         self._wakeup = threading.Condition()
         self._woken = False
         self._stopping = False
+        self._over = False
         self._submitted: deque[Sequence] = deque()
         self._flush = False
         self._spaces = tuple(self._gate.spaces())
@@ -126,6 +128,7 @@ class StepLoop:
         self.wake()
 
     def stop(self) -> None:
+        """Rank 0 only: every rank ends its loop after the next round."""
         self._stopping = True
         self.wake()
 
@@ -146,7 +149,7 @@ class StepLoop:
     def run(self) -> None:
         """Until `stop`. Anything raised here is a defect: the caller reports it and ends the engine."""
         with torch.inference_mode():
-            while not self._stopping:
+            while not self._over:
                 self._wait()
                 budget = self._round()
                 self._admit(budget)
@@ -178,7 +181,7 @@ class StepLoop:
         sequences, loading = list(self.rooms.values()), list(self._loading)
         pages = [self._gate.room_in(space) for space in self._spaces]
         mine = flatten([*pages, *map(self._known, sequences), tuple(job.state for job in loading)])
-        agreed = iter(self._agreement.least(mine))
+        agreed = iter(self._least(mine))
         budget = Budget(self._spaces, [Space(next(agreed), next(agreed)) for _ in pages])
         for sequence in sequences:
             self._apply(sequence, Known(*(next(agreed) for _ in Known._fields)))
@@ -186,14 +189,19 @@ class StepLoop:
             self._settle_load(job, next(agreed))
         return budget
 
+    def _least(self, mine: list[int]) -> list[int]:
+        """What all ranks know; with the guard off, what this one knows."""
+        return self._agreement.least(mine) if self._gate.guarded(Guard.AGREEMENT) else mine
+
     def _take_orders(self) -> None:
         mine = [self._submitted.popleft() for _ in range(len(self._submitted))]
-        orders = Orders([_submission(sequence) for sequence in mine], self._flush)
+        orders = Orders([_submission(sequence) for sequence in mine], self._flush, self._stopping)
         self._flush = False
-        told = self._agreement.tell(b"" if not mine and not orders.flush else msgspec.msgpack.encode(orders))
+        told = self._agreement.tell(b"" if orders == Orders() else msgspec.msgpack.encode(orders))
         if not told:
             return
         orders = _decoder.decode(told)
+        self._over = orders.stop
         entered = mine if self._agreement.rank == 0 else [self._enter(order) for order in orders.submissions]
         for sequence in entered:
             self.rooms[sequence.key] = sequence
@@ -307,7 +315,7 @@ class StepLoop:
                 if not self._skips(sequence):
                     hidden[at] = self._model.forward_layer(layer, hidden[at], chunk, sequence.read)
         self.steps += 1
-        whole = self._agreement.least([int(self._whole(sequence)) for sequence, _ in batch])
+        whole = self._least([int(self._whole(sequence)) for sequence, _ in batch])
         for (sequence, chunk), result, right in zip(batch, hidden, whole, strict=True):
             if right:
                 self._computed(sequence, chunk, result, budget)
