@@ -72,7 +72,7 @@ class Completions:
         attempts = 0
         while True:
             attempts += 1
-            live = await self._open(parsed)
+            live = await self._open(parsed, fresh=attempts > 1)
             exchange = Exchange(request, parsed, live, self._client, self._desk, self._telemetry)
             with self._desk.answering(live):
                 try:
@@ -85,9 +85,9 @@ class Completions:
                         raise
                     return await self._end_stream(exchange.started, error)
 
-    async def _open(self, parsed: Parsed) -> LiveRoom:
+    async def _open(self, parsed: Parsed, *, fresh: bool) -> LiveRoom:
         try:
-            return await self._desk.open(RoomRequest(parsed.request_id, parsed.session, parsed.tokens))
+            return await self._desk.open(RoomRequest(parsed.request_id, parsed.session, parsed.tokens, fresh))
         except NotServingError as error:
             code = "draining" if error.draining else "no_engine"
             refused = RequestError(503, code, f"no engine can serve: {error}")

@@ -174,7 +174,8 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
     """A room begins on this rank. The rank reports `allocated` (or `aborted`) before the request is sent to it.
 
     `peers` are the incarnations of the other side's ranks by rank number, empty on a single engine;
-    `bootstrap_ports`, on a decode rank, are the ports on which they listen.
+    `bootstrap_ports`, on a decode rank, are the ports on which they listen. `fresh`: what came of the cached prefix
+    was wrong, so the prompt is computed without it, and it is forgotten.
     `deadlines` are seconds a state may last, by `RoomState` value.
     """
 
@@ -186,6 +187,7 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
     deadlines: dict[str, float]
     integrity: str
     bootstrap_ports: tuple[int, ...] = ()
+    fresh: bool = False
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -75,6 +75,7 @@ class RoomRequest(NamedTuple):
     request_id: str
     session: str | None
     tokens: int
+    fresh: bool = False  #: without the cached prefix
 
 
 @dataclass
@@ -185,11 +186,11 @@ class RoomDesk:
         )
         for engine in pair.engines:
             peer = next((other for other in pair.engines if other is not engine), None)
-            self._open_on(engine, peer, live)
+            self._open_on(engine, peer, live, request.fresh)
         self._keep_time(live.room.next_deadline())
         return live
 
-    def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom) -> None:
+    def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom, fresh: bool) -> None:
         frame = OpenRoom(
             key=live.key,
             request_id=live.room.request_id,
@@ -199,6 +200,7 @@ class RoomDesk:
             deadlines=self._deadlines,
             integrity=self._integrity,
             bootstrap_ports=peer.bootstrap_ports if peer and peer.role is Role.PREFILL else (),
+            fresh=fresh,
         )
         for rank in engine.ranks.values():
             try:

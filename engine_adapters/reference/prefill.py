@@ -68,7 +68,7 @@ class Prefill:
         return True
 
     def _allocate(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
-        path = self._usable(sequence.ids[: sequence.prompt])
+        path = self._usable(sequence)
         first, pages = len(path), -(-self._tokens_to_hold(sequence) // self._page_tokens)
         sealing = sequence.prompt // self._page_tokens - first
         loading = {
@@ -114,9 +114,15 @@ class Prefill:
     def _tokens_to_hold(self, sequence: Sequence) -> int:
         return sequence.prompt + (0 if self._outbox is not None else sequence.request.max_new_tokens)
 
-    def _usable(self, ids: list[int]) -> list[Node]:
-        """The cached prefix; without host pages where HiCache is off or a load would not pay."""
-        path = self._cache.match(ids)
+    def _usable(self, sequence: Sequence) -> list[Node]:
+        """The cached prefix; without host pages where HiCache is off or a load would not pay.
+
+        Of a fresh room nothing is usable, and nothing of what was cached is believed any more.
+        """
+        path = self._cache.match(sequence.ids[: sequence.prompt])
+        if sequence.opening.fresh:
+            self._cache.forget(path)
+            return []
         on_host = sum("full" not in node.device for node in path)
         if not on_host or (self._hicache is not None and self._policy.loads(on_host)):
             return path

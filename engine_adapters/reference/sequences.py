@@ -75,7 +75,8 @@ class Sequence:
         try:
             self.gate.read(ticket, pool, layer, self.opening.deadlines["loading"])
         except TicketRevokedError as error:
-            self.broken = (AbortSource.ENGINE_FAULT, str(error))
+            # Unless the room is aborting already, a load failed: its bytes never came, or came wrong.
+            self.broken = (AbortSource.INTEGRITY, str(error))
         except TicketTimeoutError as error:
             self.broken = (AbortSource.DEADLINE, str(error))
 

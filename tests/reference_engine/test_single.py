@@ -8,6 +8,7 @@ from collections.abc import Iterator
 import pytest
 
 from dsv4ctl.controlplane.config.schema import EngineConfig, HiCacheConfig, ReferenceConfig
+from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.oracle import Oracle
 from single import Single
@@ -60,6 +61,25 @@ def test_two_requests_of_one_batch_share_a_prefix_that_is_still_loading(single: 
     pending = [single.ask(ids, 8, key)[1] for ids, key in zip(asked, keys, strict=True)]
     assert [single.answer(outputs)[0] for outputs in pending] == wanted
     assert single.engine.gate.totals()["violations"] == 0
+
+
+def test_a_stale_host_page_is_refused_and_a_fresh_room_recomputes_it(single: Single, oracle: Oracle) -> None:
+    """The digest travels with the page: what a load brings is compared with what was sealed, before it is read."""
+    ids = prompt(1, 8 * 256) + prompt(2, 100)
+    single.answer(single.ask(ids, 1)[1])
+    single.answer(single.ask(prompt(9, 22 * 256), 1)[1])
+    hicache = single.engine._hicache
+    assert hicache is not None
+    hicache._host.bytes_of("index_k").view(-1)[::997] ^= 255
+    _, finished = single.answer(single.ask(ids, 8)[1])
+    assert (finished.reason, finished.source) == ("abort", AbortSource.INTEGRITY)
+    key = single.open(fresh=True)
+    tokens, finished = single.answer(single.ask(ids, 8, key)[1])
+    assert tokens == oracle.generate(ids, 8).tokens
+    assert finished.cached_tokens == 0
+    again, finished = single.answer(single.ask(ids, 8)[1])
+    assert again == tokens
+    assert finished.cached_tokens == 8 * 256
 
 
 def test_every_page_comes_back(single: Single) -> None:

@@ -31,9 +31,9 @@ class Single:
         self.engine.start()
         self._rooms = itertools.count(1)
 
-    def open(self) -> RoomKey:
+    def open(self, *, fresh: bool = False) -> RoomKey:
         key = RoomKey(next(self._rooms), 1)
-        self.engine._agent.handle(OpenRoom(key, "r", None, None, (), DEADLINES, "read"))
+        self.engine._agent.handle(OpenRoom(key, "r", None, None, (), DEADLINES, "read", fresh=fresh))
         return key
 
     def ask(self, ids: list[int], new: int, key: RoomKey | None = None) -> tuple[RoomKey, queue.Queue[Output]]:
