@@ -1,8 +1,9 @@
 """The oracle: the same model, one request at a time, private pools, no cache. What the engines must equal.
 
 As a program it answers JSON lines {"id", "input_ids", "max_new_tokens"} from stdin with lines
-{"id", "output_ids", "digests", "folded"} on stdout, so that a process without torch can ask it; a bad line is
-answered with {"id", "error"}. `digests` are the prompt's pages as sealed, `folded` their fold in logical order.
+{"id", "output_ids", "digests", "folded", "folded_full_pages"} on stdout, so that a process without torch can ask it;
+a bad line is answered with {"id", "error"}. `digests` are the prompt's pages as sealed, `folded` their fold in
+logical order, `folded_full_pages` that of the pages which the prompt fills (a single engine seals no others).
 EOS does not end an answer there (`--stop-at-eos` makes it).
 """
 

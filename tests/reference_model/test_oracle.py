@@ -36,6 +36,7 @@ def test_another_process_answers_the_same_and_survives_bad_lines() -> None:
         "output_ids": here.tokens,
         "digests": [page.to_builtins() for page in here.pages],
         "folded": fold_pages(here.pages).to_builtins(),
+        "folded_full_pages": fold_pages(here.pages[:2]).to_builtins(),
     }
     assert again == {**first, "id": 4}
     assert broken["id"] is None
