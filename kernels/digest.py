@@ -38,13 +38,14 @@ def _multipliers(words: int) -> Digests:
 
 
 @functools.lru_cache(maxsize=64)
-def _torch_multipliers(words: int, device: str) -> torch.Tensor:
+def multipliers(words: int, device: torch.device) -> torch.Tensor:
+    """odd(i) for i in 0..words-1, the bits in int64, on `device`."""
     return torch.from_numpy(_multipliers(words).view(np.int64)).to(device)
 
 
 def digest_numpy(pages: npt.NDArray[np.uint8]) -> Digests:
     """uint8 [n, page_bytes] -> uint64 [n]. Raises ValueError unless page_bytes is a multiple of 8."""
-    _check(pages.ndim, pages.shape[-1])
+    check_pages(pages.ndim, pages.shape[-1])
     words = np.ascontiguousarray(pages).view(np.uint64)
     odd = _multipliers(words.shape[1])
     sums = np.empty(words.shape[0], dtype=np.uint64)
@@ -62,9 +63,9 @@ def digest_numpy(pages: npt.NDArray[np.uint8]) -> Digests:
 
 def digest_torch(pages: torch.Tensor) -> Digests:
     """uint8 [n, page_bytes] -> uint64 [n] (NumPy). Raises ValueError unless page_bytes is a multiple of 8."""
-    _check(pages.dim(), pages.shape[-1])
+    check_pages(pages.dim(), pages.shape[-1])
     words = pages.contiguous().view(torch.int64)
-    odd = _torch_multipliers(words.shape[1], str(words.device))
+    odd = multipliers(words.shape[1], words.device)
     mix = MIX - (1 << 64)
     sums = torch.empty(words.shape[0], dtype=torch.int64, device=words.device)
     step = max(1, _BLOCK_WORDS // words.shape[1])
@@ -102,6 +103,7 @@ def _avalanche(x: Digests) -> Digests:
     return np.asarray(x ^ (x >> _U32), dtype=np.uint64)
 
 
-def _check(dims: int, page_bytes: int) -> None:
+def check_pages(dims: int, page_bytes: int) -> None:
+    """Raises ValueError unless pages are [n, page_bytes] of a positive multiple of 8."""
     if dims != 2 or page_bytes % 8 or page_bytes == 0:
         raise ValueError(f"pages of {page_bytes} B in {dims} dimensions: [n, a multiple of 8] expected")

@@ -14,6 +14,15 @@ KEYS = 64
 DIM = 128
 PAGE_BYTES = {"bf16": KEYS * DIM * 2, "fp8": KEYS * DIM + KEYS * 4}
 FP8_MAX = 448.0
+ROPE_AT = 64
+
+
+def layout_of(page_bytes: int) -> str:
+    """The layout of pages of that many bytes: "bf16" or "fp8". Raises ValueError for another size."""
+    for dtype, size in PAGE_BYTES.items():
+        if size == page_bytes:
+            return dtype
+    raise ValueError(f"index-K pages of {page_bytes} B: 16384 (bf16) or 8448 (fp8) expected")
 
 
 @functools.lru_cache(maxsize=1)
@@ -35,6 +44,32 @@ def store_keys(pages: torch.Tensor, dtype: str, page: int, row: int, keys: torch
     codes = (keys / scales[:, None]).clamp_(-FP8_MAX, FP8_MAX).to(torch.float8_e4m3fn)
     target[: KEYS * DIM].view(torch.float8_e4m3fn).view(KEYS, DIM)[row : row + count] = codes
     target[KEYS * DIM :].view(torch.float32)[row : row + count] = scales
+
+
+def store_slots_reference(pages: torch.Tensor, slots: torch.Tensor, keys: torch.Tensor) -> None:
+    """Write keys [T, 128] at `slots` int [T] = page * 64 + row (negative: none) of uint8 [pages, page_bytes]."""
+    dtype = layout_of(pages.shape[1])
+    for slot, key in zip(slots.tolist(), keys.to(torch.float32), strict=True):
+        if slot >= 0:
+            store_keys(pages, dtype, slot // KEYS, slot % KEYS, key[None])
+
+
+def norm_rope_hadamard(
+    rows: torch.Tensor, norm: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor, epsilon: float
+) -> torch.Tensor:
+    """What the compressor does to a pooled row before it is stored as an index key: fp32 [T, 128].
+
+    RMS norm (over 128, times `norm` [128]), rotation of the last 64 dims as pairs (2i, 2i + 1) by `cos_sin` fp32
+    [positions, 64] = (cos, sin) interleaved, at `positions` int [T], then the rotation `hadamard`: what SGLang's
+    fused_norm_rope_v2 stores for head dim 128, before its quantisation. rows [T, 128] bf16 or fp32.
+    """
+    x = rows.to(torch.float32)
+    x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * norm.to(torch.float32)
+    first, second = x[:, ROPE_AT::2].clone(), x[:, ROPE_AT + 1 :: 2].clone()
+    cos, sin = cos_sin[positions.long(), 0::2], cos_sin[positions.long(), 1::2]
+    x[:, ROPE_AT::2] = first * cos - second * sin
+    x[:, ROPE_AT + 1 :: 2] = first * sin + second * cos
+    return x @ hadamard().to(x.device)
 
 
 def read_keys(pages: torch.Tensor, dtype: str, chosen: torch.Tensor, count: int) -> torch.Tensor:

@@ -30,3 +30,23 @@ def topk(logits: torch.Tensor, k: int) -> torch.Tensor:
     chosen = (n - 1) - (keys[:, n - k :] & 0xFFFFFFFF)
     chosen.sort(axis=-1)
     return torch.from_numpy(np.ascontiguousarray(chosen))
+
+
+def topk_slots_reference(
+    logits: torch.Tensor, lengths: torch.Tensor, k: int, table: torch.Tensor, sequence: torch.Tensor, page_keys: int
+) -> torch.Tensor:
+    """Slots of the k largest of each row's first lengths[t] logits: int32 [T, k], in ascending logical order, then -1.
+
+    logits fp32 [T, n]; lengths, sequence int [T]; table int32 [sequences, max_pages]; the slot of index j is
+    table[sequence[t], j // page_keys] * page_keys + j % page_keys. The lowest index wins a tie, -0.0 equals 0.0, and
+    NaN is never selected, even when fewer than k others are there. Plain torch: a stable sort.
+    """
+    out = torch.full((logits.shape[0], k), -1, dtype=torch.int32, device=logits.device)
+    for row in range(logits.shape[0]):
+        values = logits[row, : int(lengths[row])]
+        valid = (~values.isnan()).nonzero()[:, 0]
+        order = torch.sort(values[valid] + 0.0, descending=True, stable=True).indices[:k]
+        chosen = valid[order].sort().values
+        pages = table[int(sequence[row]), chosen // page_keys].long()
+        out[row, : chosen.shape[0]] = (pages * page_keys + chosen % page_keys).to(torch.int32)
+    return out
