@@ -119,8 +119,16 @@ def answer_line(oracle: Oracle, line: bytes, ignore_eos: bool) -> bytes:
     except ValueError as error:
         return msgspec.json.encode({"id": question.id, "error": str(error)})
     digests = [page.to_builtins() for page in run.pages]
-    folded = fold_pages(run.pages).to_builtins()
-    return msgspec.json.encode({"id": question.id, "output_ids": run.tokens, "digests": digests, "folded": folded})
+    whole = len(question.input_ids) // oracle.model.geometry.page_tokens
+    return msgspec.json.encode(
+        {
+            "id": question.id,
+            "output_ids": run.tokens,
+            "digests": digests,
+            "folded": fold_pages(run.pages).to_builtins(),
+            "folded_full_pages": fold_pages(run.pages[:whole]).to_builtins(),
+        }
+    )
 
 
 def main() -> None:
