@@ -1,0 +1,1 @@
+"""Real A/B experiments on the embedded engine."""

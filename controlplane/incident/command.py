@@ -1,0 +1,77 @@
+"""`dsv4ctl incident`."""
+
+from __future__ import annotations
+
+import sys
+from importlib.util import find_spec
+
+import anyio
+import click
+
+from dsv4ctl.controlplane.cli.exits import Exit, Failure
+from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS
+from dsv4ctl.controlplane.incident.experiment import Experiment, Plan, steps
+from dsv4ctl.controlplane.incident.progress import Progress
+from dsv4ctl.controlplane.incident.report import Report, as_json, as_text
+from dsv4ctl.controlplane.incident.rows import UnknownRowError, full_rows, quick_rows, select
+from dsv4ctl.controlplane.incident.workload import Size
+
+QUICK_SESSIONS, FULL_SESSIONS = 16, 64
+
+
+@click.command(
+    "incident",
+    epilog="""
+Exit code 0: no guarded row was corrupted, stuck or failed, and each of the indexer, attention and sender rows that
+ran showed damage. 1: not so, or the experiment could not be run.
+
+\b
+Examples:
+  dsv4ctl incident --quick
+  dsv4ctl incident --json > table.json
+  dsv4ctl incident --only sender-off,pd-bf16-hicache-on-guards-on
+""",
+)
+@click.option("--quick", is_flag=True, help="Six rows on one pair, 16 sessions, under a minute.")
+@click.option("--only", metavar="ROW[,ROW]", default="", help="Only these rows. A wrong name lists those there are.")
+@click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the conversations.")
+@click.option(
+    "--sessions",
+    type=click.IntRange(min=MIN_SESSIONS),
+    help=f"Conversations at once. Default: {FULL_SESSIONS}, or {QUICK_SESSIONS} with --quick.",
+)
+@click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
+def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: bool) -> None:
+    """Real A/B experiments: what each guard prevents, against the one-at-a-time oracle.
+
+    Starts deployments of the embedded engine of its own, switches guards off, and compares every output and page
+    digest. Nothing is simulated but the speed of the host-to-device link.
+    """
+    if find_spec("torch") is None:
+        raise Failure("incident needs the embedded engine: pip install 'dsv4ctl[reference]'", Exit.FAILED)
+    rows = quick_rows() if quick else full_rows()
+    names = [name.strip() for name in only.split(",") if name.strip()]
+    try:
+        chosen = select(rows, names)
+    except UnknownRowError as error:
+        raise Failure(str(error), Exit.USAGE) from error
+    plan = Plan(
+        rows=chosen,
+        sessions=sessions or (QUICK_SESSIONS if quick else FULL_SESSIONS),
+        seed=seed,
+        size=Size(),
+        cost=not quick and not names,
+    )
+    report = _run(plan)
+    click.echo(as_json(report) if as_object else as_text(report))
+    raise SystemExit(Exit.FAILED if report.problems else Exit.OK)
+
+
+def _run(plan: Plan) -> Report:
+    progress = Progress(sys.stderr, steps(plan.rows, plan.sessions, plan.size))
+    try:
+        return anyio.run(Experiment(plan, progress).run)
+    except KeyboardInterrupt as error:
+        raise Failure("interrupted: what was started is stopped", Exit.INTERRUPTED) from error
+    finally:
+        progress.clear()

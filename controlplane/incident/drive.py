@@ -1,0 +1,113 @@
+"""One row: its guards, its requests in rounds, its abort waves, and what the deployment says afterwards."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Collection, Mapping
+from dataclasses import dataclass, field
+
+import anyio
+
+from dsv4ctl.controlplane.incident.deployment import RequestFailedError, Running, counters, edges
+from dsv4ctl.controlplane.incident.evaluate import Asked, Measured
+from dsv4ctl.controlplane.incident.rows import Row
+from dsv4ctl.controlplane.incident.workload import Turn
+from dsv4ctl.controlplane.rooms.states import RoomState
+
+#: Seconds that a request may take, queues included; longer is stuck.
+REQUEST_DEADLINE = 120.0
+#: A request on its way is aborted this often, then let through.
+ABORTS_A_REQUEST = 3
+#: Seconds between two looks for requests whose pages are on their way.
+_LOOK = 0.003
+
+Turns = Mapping[tuple[int, int], Turn]
+
+
+@dataclass
+class _Row:
+    """What one row gathers. `on_the_way`: requests that will be aborted in mid-transfer, by request id."""
+
+    running: Running
+    new_tokens: int
+    asked: list[Asked] = field(default_factory=list)
+    keys: set[str] = field(default_factory=set)
+    on_the_way: dict[str, anyio.CancelScope] = field(default_factory=dict)
+    aborts: int = 0
+
+
+async def run_row(
+    running: Running,
+    row: Row,
+    turns: Turns,
+    new_tokens: int,
+    victims: Callable[[int], Collection[int]],
+    told: Callable[[], None],
+) -> Measured:
+    """From flushed caches to no room in flight. `victims(round)`: sessions whose requests are aborted (if `waves`).
+
+    `told` is called after each round. Raises DeploymentError, NoControlPlaneError, TimeoutError.
+    """
+    await running.set_guards(row.off)
+    await running.flush()
+    before = counters(await running.engine_infos())
+    state = _Row(running, new_tokens)
+    began = anyio.current_time()
+    for round_ in sorted({round_ for _, round_ in turns}):
+        this = [turn for turn in turns.values() if turn.round == round_]
+        await _round(state, this, victims(round_) if row.waves else ())
+        told()
+    seconds = anyio.current_time() - began
+    left = await running.idle()
+    after = counters(await running.engine_infos())
+    rooms = {key: room for key in sorted(state.keys) if (room := await running.room(key)) is not None}
+    loaded = after["host_tokens_loaded"] - before["host_tokens_loaded"]
+    return Measured(state.asked, rooms, left, state.aborts, edges(before, after), max(loaded, 0), seconds)
+
+
+async def _round(state: _Row, turns: list[Turn], victims: Collection[int]) -> None:
+    """All requests of a round at the same moment."""
+    async with anyio.create_task_group() as waves:
+        if victims:
+            waves.start_soon(_abort_in_waves, state)
+        async with anyio.create_task_group() as tasks:
+            for turn in turns:
+                tasks.start_soon(_ask, state, turn, ABORTS_A_REQUEST if turn.session in victims else 0)
+        waves.cancel_scope.cancel()
+
+
+async def _ask(state: _Row, turn: Turn, aborts: int) -> None:
+    for attempt in range(aborts):
+        request_id = f"{turn.request_id}.{attempt}"
+        with anyio.CancelScope() as scope:
+            state.on_the_way[request_id] = scope
+            await _ask_once(state, turn, request_id)
+        state.on_the_way.pop(request_id, None)
+        if not scope.cancelled_caught:
+            return
+        state.aborts += 1
+    await _ask_once(state, turn, turn.request_id)
+
+
+async def _ask_once(state: _Row, turn: Turn, request_id: str) -> None:
+    output: tuple[int, ...] | None = None
+    error = room = None
+    try:
+        with anyio.move_on_after(REQUEST_DEADLINE):
+            tokens, room = await state.running.generate(turn.prompt, state.new_tokens, request_id)
+            output = tuple(tokens)
+    except RequestFailedError as failed:
+        error, room = str(failed), failed.room
+    if room is not None:
+        state.keys.add(room)
+    state.asked.append(Asked(turn.session, turn.round, len(turn.prompt), output, error, room))
+
+
+async def _abort_in_waves(state: _Row) -> None:
+    """Clients leave, all at once, as soon as their rooms' pages are being written."""
+    while True:
+        for room in await state.running.rooms():
+            scope = state.on_the_way.get(room["request_id"])
+            if scope is not None and room["state"] == RoomState.SENDING.value:
+                state.keys.add(room["key"])
+                scope.cancel()
+        await anyio.sleep(_LOOK)

@@ -1,0 +1,164 @@
+"""The whole run: oracles, deployments, rows, in the order that starts as little as possible."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import AsyncIterator, Sequence
+from contextlib import asynccontextmanager
+from importlib.metadata import PackageNotFoundError, version
+from platform import python_version
+from typing import Any, NamedTuple
+
+import anyio
+
+from dsv4ctl.controlplane.admin.client import NoControlPlaneError
+from dsv4ctl.controlplane.admin.errors import AdminError
+from dsv4ctl.controlplane.incident.cost import CostError, measure
+from dsv4ctl.controlplane.incident.deployment import DeploymentError, Running, deployed
+from dsv4ctl.controlplane.incident.drive import run_row
+from dsv4ctl.controlplane.incident.evaluate import RowResult, comparisons, evaluate, problems
+from dsv4ctl.controlplane.incident.oracle import OracleError, Script, write_script
+from dsv4ctl.controlplane.incident.progress import Progress
+from dsv4ctl.controlplane.incident.report import Pacing, Report
+from dsv4ctl.controlplane.incident.rows import Deployment, Dtype, Row, by_deployment
+from dsv4ctl.controlplane.incident.workload import Size, conversations, victims
+
+#: Each of these ends the rows of one deployment; the others still run.
+FAULTS = (OracleError, DeploymentError, NoControlPlaneError, AdminError, TimeoutError)
+#: Weights of the model: the workload's seed changes prompts, never the model.
+_MODEL_SEED = 0
+_PACKAGES = {"dsv4ctl": "dsv4ctl", "torch": "torch", "nixl": "nixl-cu12", "aiohttp": "aiohttp"}
+
+
+class Plan(NamedTuple):
+    rows: tuple[Row, ...]
+    sessions: int
+    seed: int
+    size: Size
+    cost: bool
+
+
+class Experiment:
+    """Runs one plan, once."""
+
+    def __init__(self, plan: Plan, progress: Progress) -> None:
+        self._plan = plan
+        self._progress = progress
+        self._conversations = conversations(plan.seed, plan.sessions, plan.size)
+        self._scripts: dict[Dtype, Script] = {}
+        self._infos: dict[Deployment, list[dict[str, Any]]] = {}
+        self._results: list[tuple[Row, RowResult]] = []
+        self._faults: list[str] = []
+
+    async def run(self) -> Report:
+        """What failed stands in the report's problems."""
+        plan, began = self._plan, anyio.current_time()
+        for deployment, rows in by_deployment(plan.rows):
+            try:
+                await self._rows(deployment, rows)
+            except BaseExceptionGroup as group:
+                error = _only(group)
+                if not isinstance(error, FAULTS):
+                    raise
+                self._faults.append(f"{deployment}: {str(error) or type(error).__name__}")
+        cost = await self._cost() if plan.cost else None
+        self._progress.clear()
+        order = {row.name: at for at, row in enumerate(plan.rows)}
+        self._results.sort(key=lambda one: order[one[0].name])
+        results = [result for _, result in self._results]
+        return Report(
+            rows=results,
+            comparisons=comparisons(results),
+            seed=plan.seed,
+            sessions=plan.sessions,
+            rounds=plan.size.rounds,
+            index_topk=self._index_topk(),
+            pacing=Pacing(self._speeds()),
+            cost=cost,
+            versions=_versions(),
+            seconds=round(anyio.current_time() - began, 1),
+            problems=[*self._faults, *problems(self._results)],
+        )
+
+    async def _rows(self, deployment: Deployment, rows: Sequence[Row]) -> None:
+        """Raises its FAULTS in an exception group."""
+        async with self._prepared(deployment) as (running, script):
+            self._infos[deployment] = await running.engine_infos()
+            for row in rows:
+                await self._row(running, row, script)
+
+    async def _cost(self) -> dict[str, Any] | None:
+        self._progress.label("cost of the guards")
+        try:
+            return await measure()
+        except CostError as error:
+            self._faults.append(f"cost of the guards: {error}")
+            return None
+
+    @asynccontextmanager
+    async def _prepared(self, deployment: Deployment) -> AsyncIterator[tuple[Running, Script]]:
+        """The deployment, serving, and what is right there; both are got ready at the same time."""
+        self._progress.label(f"{deployment}: starting")
+        async with anyio.create_task_group() as tasks:
+            written = anyio.Event()
+            tasks.start_soon(self._write_script, deployment.index_k, written)
+            async with deployed(deployment, self._plan.sessions, _MODEL_SEED) as running:
+                # No deadline: every answer of the oracle has one.
+                await written.wait()
+                yield running, self._scripts[deployment.index_k]
+
+    async def _write_script(self, index_k: Dtype, written: anyio.Event) -> None:
+        if index_k not in self._scripts:
+            plan = self._plan
+            self._scripts[index_k] = await write_script(
+                index_k, _MODEL_SEED, self._conversations, plan.size.new_tokens, self._progress.step
+            )
+        written.set()
+
+    async def _row(self, running: Running, row: Row, script: Script) -> None:
+        plan = self._plan
+        self._progress.label(row.name)
+
+        def chosen(round_: int) -> frozenset[int]:
+            return victims(plan.seed, round_, plan.sessions)
+
+        def told() -> None:
+            for _ in range(plan.sessions):
+                self._progress.step()
+
+        measured = await run_row(running, row, script.turns, plan.size.new_tokens, chosen, told)
+        self._results.append((row, evaluate(row, plan.sessions, script.expected, measured)))
+
+    def _index_topk(self) -> int | None:
+        return next((info["index_topk"] for infos in self._infos.values() for info in infos), None)
+
+    def _speeds(self) -> dict[str, float]:
+        return {
+            str(deployment): info["h2d_gbps"]
+            for deployment, infos in self._infos.items()
+            for info in infos
+            if info["h2d_gbps"] is not None
+        }
+
+
+def steps(rows: Sequence[Row], sessions: int, size: Size) -> int:
+    """Requests that a run makes, the oracles' among them: the length of its progress bar."""
+    return (len(rows) + len({row.deployment.index_k for row in rows})) * sessions * size.rounds
+
+
+def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
+    """The error inside, where there is just one: a task group wraps what ends it."""
+    error: BaseException = group
+    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
+        (error,) = error.exceptions
+    return error
+
+
+def _versions() -> dict[str, str]:
+    found = {"python": python_version(), "platform": sys.platform}
+    for name, package in _PACKAGES.items():
+        try:
+            found[name] = version(package)
+        except PackageNotFoundError:
+            found[name] = "not installed"
+    return found

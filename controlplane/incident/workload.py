@@ -1,0 +1,69 @@
+"""Conversations, made from a seed: groups of two share a long prefix, and every prompt grows by turns."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from typing import NamedTuple
+
+#: Bytes as tokens; what is above them are special tokens.
+_TOKENS = 256
+PAGE_TOKENS = 256
+GROUP = 2
+
+
+class Size(NamedTuple):
+    """How long the conversations are. `turn_tokens`: shortest and longest text of a user."""
+
+    rounds: int = 4
+    prefix_pages: int = 4
+    turn_tokens: tuple[int, int] = (130, 260)
+    new_tokens: int = 6
+
+
+class Turn(NamedTuple):
+    """One request: its session, its round, and the prompt."""
+
+    session: int
+    round: int
+    prompt: tuple[int, ...]
+
+    @property
+    def request_id(self) -> str:
+        return f"incident-{self.session}-{self.round}"
+
+
+class Conversation(NamedTuple):
+    """`turns[r]` is what the user says in round r."""
+
+    prefix: tuple[int, ...]
+    turns: tuple[tuple[int, ...], ...]
+
+    def prompt(self, answers: Sequence[Sequence[int]]) -> tuple[int, ...]:
+        """The prompt of round `len(answers)`: everything said so far, and the next turn."""
+        tokens = list(self.prefix)
+        for turn, answer in zip(self.turns, answers, strict=False):
+            tokens += [*turn, *answer]
+        return (*tokens, *self.turns[len(answers)])
+
+
+def conversations(seed: int, sessions: int, size: Size) -> list[Conversation]:
+    """The same for the same arguments. Session 2n and 2n + 1 share a prefix of whole pages, and nothing else."""
+    made: list[Conversation] = []
+    prefix: tuple[int, ...] = ()
+    for session in range(sessions):
+        if session % GROUP == 0:
+            prefix = _text(random.Random(f"{seed}/prefix/{session}"), size.prefix_pages * PAGE_TOKENS)
+        dice = random.Random(f"{seed}/session/{session}")
+        turns = tuple(_text(dice, dice.randint(*size.turn_tokens)) for _ in range(size.rounds))
+        made.append(Conversation(prefix, turns))
+    return made
+
+
+def victims(seed: int, round_: int, sessions: int) -> frozenset[int]:
+    """Half of the sessions: those whose requests of this round are aborted on their way, and asked again."""
+    return frozenset(random.Random(f"{seed}/victims/{round_}").sample(range(sessions), sessions // 2))
+
+
+def _text(dice: random.Random, tokens: int) -> tuple[int, ...]:
+    return tuple(dice.randrange(_TOKENS) for _ in range(tokens))

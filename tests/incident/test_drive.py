@@ -1,0 +1,110 @@
+"""Rounds and abort waves against a deployment that is played."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from typing import Any, cast
+
+import anyio
+import pytest
+
+from dsv4ctl.controlplane.incident import drive
+from dsv4ctl.controlplane.incident.deployment import RequestFailedError, Running, edges
+from dsv4ctl.controlplane.incident.rows import quick_rows
+from dsv4ctl.controlplane.incident.workload import Turn
+
+ON, *_, QUIESCE, _ = quick_rows()
+TURNS = {(session, round_): Turn(session, round_, (session, round_)) for session in range(4) for round_ in range(2)}
+pytestmark = pytest.mark.asyncio
+
+
+class Played:
+    """Answers as soon as every other request of the round is there; what is held is answered when it is let go."""
+
+    def __init__(self, held: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
+        self.held, self.refused = set(held), set(refused)
+        self.calls: list[str] = []
+        self.in_flight: Counter[str] = Counter()
+        self.most = 0
+
+    async def generate(self, prompt: Sequence[int], new_tokens: int, request_id: str) -> tuple[list[int], str]:
+        if request_id in self.refused:
+            raise RequestFailedError("502: broken", "13.1")
+        self.in_flight[request_id] += 1
+        self.most = max(self.most, self.in_flight.total())
+        try:
+            await anyio.sleep_forever() if request_id in self.held else await anyio.sleep(0.001)
+        finally:
+            self.in_flight[request_id] -= 1
+        return list(prompt), f"{prompt[0] * 10 + prompt[1]}.1"
+
+    async def rooms(self) -> list[dict[str, Any]]:
+        flying = [request_id for request_id, count in self.in_flight.items() if count]
+        return [{"key": f"{name}.room", "request_id": name, "state": "sending"} for name in flying]
+
+    async def room(self, key: str) -> dict[str, Any]:
+        return {"key": key, "state": "closed", "source": None, "detail": {}}
+
+    async def idle(self) -> list[str]:
+        return []
+
+    async def set_guards(self, off: Sequence[str]) -> None:
+        self.calls.append(f"guards {','.join(off)}")
+
+    async def flush(self) -> None:
+        self.calls.append("flush")
+
+    async def engine_infos(self) -> list[dict[str, Any]]:
+        self.calls.append("infos")
+        loaded = 256 * self.calls.count("infos")
+        return [{"counters": {"host_tokens_loaded": loaded, "violation: a read b": loaded}}]
+
+
+async def run(played: Played, row: Any, victims: frozenset[int] = frozenset()) -> Any:
+    with anyio.fail_after(10):
+        return await drive.run_row(cast(Running, played), row, TURNS, 6, lambda round_: victims, lambda: None)
+
+
+async def test_a_row_switches_guards_then_flushes_then_asks_each_round_at_once() -> None:
+    played = Played()
+    measured = await run(played, QUIESCE._replace(waves=False))
+    assert played.calls == ["guards quiesce,verdict", "flush", "infos", "infos"]
+    assert played.most == 4
+    assert sorted((one.session, one.round) for one in measured.asked) == sorted(TURNS)
+    assert all(one.output_ids == (one.session, one.round) for one in measured.asked)
+    assert measured.host_tokens == 256
+    assert measured.edges == {"a read b": 256}
+    assert measured.aborts == 0
+
+
+async def test_victims_are_aborted_on_their_way_and_asked_again() -> None:
+    held = [f"incident-{session}-{round_}.{attempt}" for session in (1, 2) for round_ in (0, 1) for attempt in range(3)]
+    measured = await run(Played(held), QUIESCE, frozenset({1, 2}))
+    assert measured.aborts == len(held)
+    assert len(measured.asked) == len(TURNS)
+    assert all(one.output_ids is not None for one in measured.asked)
+    assert {f"{request_id}.room" for request_id in held} <= set(measured.rooms)
+
+
+async def test_without_waves_nobody_is_a_victim() -> None:
+    assert (await run(Played(), ON, frozenset({1, 2}))).aborts == 0
+
+
+async def test_an_error_is_kept_and_the_others_go_on() -> None:
+    measured = await run(Played(refused=["incident-3-1"]), ON)
+    (failed,) = [one for one in measured.asked if one.error is not None]
+    assert (failed.session, failed.round, failed.error, failed.room) == (3, 1, "502: broken", "13.1")
+
+
+async def test_a_request_that_never_ends_is_stuck(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(drive, "REQUEST_DEADLINE", 0.05)
+    measured = await run(Played(held=["incident-0-0"]), ON)
+    (stuck,) = [one for one in measured.asked if one.output_ids is None]
+    assert (stuck.session, stuck.round, stuck.error) == (0, 0, None)
+
+
+async def test_edges_are_counted_between_two_looks() -> None:
+    before = {"violation: a": 3, "violation: b": 1, "tokens_out": 5}
+    after = {"violation: a": 5, "violation: b": 1, "violation: c": 2, "tokens_out": 9}
+    assert edges(before, after) == {"a": 2, "c": 2}
