@@ -182,11 +182,12 @@ class Agent:
             elif half is not None:
                 self._carry_out(key, half, half.abort(source, reason))
             elif self._role is Role.PREFILL:
-                self._hooks.ack_peer(key, peer, self._bury(key))
+                self._ack(key, peer, self._bury(key))
 
     def peer_ack(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
         """`peer` says that its writer is quiet. A late ack (older generation, ended room) is counted, no more."""
         with self._lock:
+            self.gate.trace.record("received", key, peer, note=f"ack:{outcome.value}")
             half = self._rooms.get(key)
             if isinstance(half, Reader):
                 self._carry_out(key, half, half.ack(peer, outcome))
@@ -206,6 +207,7 @@ class Agent:
                         self._apply_abort(entry)
                     self._send(Received(self._inbox.received))
                 case Fenced():
+                    self.gate.trace.record("fenced", None, frame.incarnation)
                     for key, half in self._rooms:
                         self._carry_out(key, half, half.fenced(frame.incarnation))
                 case SetGuards():
@@ -280,7 +282,7 @@ class Agent:
                 case TellPeer(peer, source, reason):
                     self._hooks.tell_peer(key, peer, source, reason)
                 case AckPeer(peer, outcome):
-                    self._hooks.ack_peer(key, peer, outcome)
+                    self._ack(key, peer, outcome)
                 case ReleasePages():
                     self._hooks.release(key)
                 case Quarantine(peers):
@@ -288,7 +290,12 @@ class Agent:
                     for peer in peers:
                         self._send(Quarantined(key, peer, pages))
 
+    def _ack(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
+        self.gate.trace.record("sent", key, peer, note=f"ack:{outcome.value}")
+        self._hooks.ack_peer(key, peer, outcome)
+
     def _entered(self, key: RoomKey, half: Half, state: RoomState) -> None:
+        self.gate.trace.record("room", key, "", note=state.value)
         detail = self._details.pop(key, {})
         if state in ABORTS:
             detail |= {"source": half.source.value if half.source else None, "reason": half.reason}

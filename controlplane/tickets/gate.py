@@ -82,7 +82,7 @@ class Gate:
         with self._lock:
             pages = tuple(pages)
             reusable = self._ledger.free(space, pages)
-            self.trace.record("free", None, "", (space, pages), reusable)
+            self.trace.record("free", None, "", ((space, pages),), reusable)
             return reusable
 
     def available(self, space: str) -> int:
@@ -102,7 +102,7 @@ class Gate:
     def open_load(self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False) -> Load:
         with self._lock:
             load = self._ledger.open_load(kind, extents, room=room, verify=verify)
-            self._record("lease", load)
+            self._record("lease", load, load.verify)
             return load
 
     def layer_landed(self, load: Load, layers: int) -> None:
@@ -120,7 +120,7 @@ class Gate:
     def seal(self, load: Load, space: str, pages: Sequence[int]) -> None:
         with self._lock:
             self._ledger.seal(load, space, pages)
-            self.trace.record("seal", load.room, load.kind, (space, tuple(pages)))
+            self.trace.record("seal", load.room, load.kind, ((space, tuple(pages)),), subject=id(load))
 
     def fail_load(self, load: Load, why: str) -> None:
         with self._lock:
@@ -150,44 +150,44 @@ class Gate:
                 self.violations[f"{consumer.value} reads without being registered"] += 1
                 raise LedgerError(f"consumer {consumer.value} is not registered on this rank")
             ticket = self._ledger.request(consumer, extents, room=room)
-            self.trace.record("request", room, consumer, ticket.extents, ticket.readable)
+            self.trace.record("request", room, consumer, ticket.extents, ticket.readable, id(ticket))
             return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
         with self._lock:
             self._ledger.extend(ticket, extents)
-            self.trace.record("extend", ticket.room, ticket.consumer, tuple(extents), ticket.readable)
+            self._record_ticket("extend", ticket, tuple(extents))
 
     def trim(self, ticket: Ticket, space: str, pages: Iterable[int]) -> None:
         with self._lock:
             pages = tuple(pages)
             self._ledger.trim(ticket, space, pages)
-            self.trace.record("trim", ticket.room, ticket.consumer, (space, pages))
+            self._record_ticket("trim", ticket, ((space, pages),))
 
     def release(self, ticket: Ticket) -> None:
         """Raises LedgerError if the ticket was released before, or revoked while it was pending."""
         with self._lock:
             self._ledger.release(ticket)
-            self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
+            self.trace.record("release", ticket.room, ticket.consumer, ticket.extents, "", id(ticket))
 
     def leave(self, ticket: Ticket) -> None:
         """Releases the ticket unless it ended already: another thread may revoke it at any moment."""
         with self._lock:
             if ticket.state not in ENDED:
                 self._ledger.release(ticket)
-                self.trace.record("release", ticket.room, ticket.consumer, ticket.extents)
+                self._record_ticket("release", ticket, ticket.extents)
 
     def post(self, ticket: Ticket) -> None:
         """A read is handed to a DMA. With the consumer's guard off it may be posted before it is granted."""
         with self._lock:
             self._ledger.post(ticket, guarded=ticket.consumer not in self._open_consumers)
-            self.trace.record("post", ticket.room, ticket.consumer, ticket.extents)
+            self._record_ticket("post", ticket, ticket.extents)
             self._record_read(ticket, "*", self.layers - 1)
 
     def complete(self, ticket: Ticket) -> None:
         with self._lock:
             self._ledger.complete(ticket)
-            self.trace.record("complete", ticket.room, ticket.consumer, ticket.extents)
+            self._record_ticket("complete", ticket, ticket.extents)
 
     def read(self, ticket: Ticket, pool: str, layer: int, deadline: float | None = None) -> None:
         """Called right before bytes of `layer` are read: returns once the grant covers it.
@@ -263,12 +263,15 @@ class Gate:
             raise TicketRevokedError(f"{ticket.consumer.value} ticket of room {ticket.room} is {ticket.state.value}")
 
     def _record(self, kind: str, load: Load, note: object = "") -> None:
-        self.trace.record(kind, load.room, load.kind, load.extents, note)
+        self.trace.record(kind, load.room, load.kind, load.extents, note, id(load))
+
+    def _record_ticket(self, kind: str, ticket: Ticket, extents: tuple[Any, ...]) -> None:
+        self.trace.record(kind, ticket.room, ticket.consumer, extents, ticket.readable, id(ticket))
 
     def _record_read(self, ticket: Ticket, pool: str, layer: int) -> None:
-        early = ticket.readable <= layer
-        self.trace.record("read", ticket.room, ticket.consumer, (pool, layer), "early" if early else "")
-        if early:
+        where = (pool, layer, ticket.extents)
+        self.trace.record("read", ticket.room, ticket.consumer, where, ticket.readable, id(ticket))
+        if ticket.readable <= layer:
             missing = {load.kind.value for load in ticket.loads if load.readable(ticket.consumer) <= layer}
             kinds = "/".join(sorted(missing)) or "its load"
             self.violations[f"{ticket.consumer.value} read {pool} before {kinds} landed"] += 1
@@ -277,7 +280,7 @@ class Gate:
         if changed:
             for ticket in changed:
                 kind = "grant" if ticket.state is TicketState.GRANTED else ticket.state.value
-                self.trace.record(kind, ticket.room, ticket.consumer, ticket.extents, ticket.readable)
+                self._record_ticket(kind, ticket, ticket.extents)
                 if ticket.waker is not None:
                     ticket.waker()
             self._changed.notify_all()

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
@@ -12,25 +14,46 @@ CAPACITY = 65_536
 
 
 class TraceEvent(NamedTuple):
+    """One event. What `where` and `note` hold for each kind is the table in docs/trace.md."""
+
+    seq: int  #: counts the events of this rank from 0, without gaps
     at_ns: int  #: monotonic nanoseconds of this rank's clock
+    agent: str  #: the thread that recorded it
     kind: str  #: allocate, lease, landed, verified, failed, ended, seal, request, grant, read, release, free, ...
     room: Any
-    who: str  #: consumer or load kind
-    where: Any  #: extents, or (space, pages), or (pool, layer) of a read
-    note: str
+    who: str  #: consumer, load kind, or the peer's incarnation
+    subject: int  #: names the load, or the ticket, from its `lease` or `request` to its end; 0: neither
+    where: Any  #: extents, or (space, pages) pairs, or (pool, layer, extents) of a read
+    note: Any
 
 
 class Ring:
+    """`record` may be called from any thread. The gate's calls come under its lock, in its order."""
+
     def __init__(self, clock_ns: Callable[[], int], capacity: int = CAPACITY) -> None:
         self._clock_ns = clock_ns
         self._events: deque[tuple[Any, ...]] = deque(maxlen=capacity)
+        self._append = self._events.append
+        self._number = itertools.count().__next__
+        self._thread = threading.get_ident
 
-    def record(self, kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "") -> None:
+    def record(
+        self, kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0
+    ) -> None:
         """Keeps what it is given; `events` makes it readable. `append` and `copy` of a deque are atomic."""
-        self._events.append((self._clock_ns(), kind, room, who, where, note))
+        self._append((self._number(), self._clock_ns(), self._thread(), kind, room, who, subject, where, note))
 
-    def events(self) -> list[TraceEvent]:
-        return [
-            TraceEvent(at, kind, room, who.value if isinstance(who, Enum) else who, where, str(note))
-            for at, kind, room, who, where, note in self._events.copy()
-        ]
+    def events(self, begin: int = 0, limit: int = CAPACITY) -> list[TraceEvent]:
+        """Up to `limit` of those from number `begin` on, in order and without a gap.
+
+        Two threads may append in another order than they were numbered: it ends before a number still on its way.
+        """
+        threads = {thread.ident: thread.name for thread in threading.enumerate()}
+        found: list[TraceEvent] = []
+        kept = sorted((event for event in self._events.copy() if event[0] >= begin), key=lambda event: event[0])
+        for seq, at, thread, kind, room, who, *rest in kept[:limit]:
+            if found and seq != found[-1].seq + 1:
+                break
+            name = threads.get(thread, f"thread-{thread}")
+            found.append(TraceEvent(seq, at, name, kind, room, who.value if isinstance(who, Enum) else who, *rest))
+        return found

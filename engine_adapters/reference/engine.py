@@ -31,6 +31,7 @@ from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, SpaceSpec
+from dsv4ctl.controlplane.trace.format import Rank, page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
@@ -349,15 +350,29 @@ class Engine:
     def query(self, what: str) -> Any:
         if what == "stacks":
             return _stacks()
-        if what == "trace":
-            return [[str(field) for field in event] for event in self.gate.trace.events()]
+        word, _, begin = what.partition(" ")
+        if word == "trace" and (begin or "0").isdecimal():
+            return page(self.gate.trace, self._trace_rank(), int(begin or 0))
         if what == "flush":
             try:
                 self.flush()
             except BusyError as error:
                 raise ValueError(str(error)) from error
             return "flushed"
-        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, trace or flush expected")
+        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, trace [NUMBER] or flush expected")
+
+    def _trace_rank(self) -> Rank:
+        return Rank(
+            engine=self._options.name,
+            rank=self._launch.rank,
+            role=self._role.value,
+            incarnation=self._launch.incarnation,
+            pid=os.getpid(),
+            layers=self.geometry.layers,
+            monotonic_ns=time.monotonic_ns(),
+            wall_ns=time.time_ns(),
+            consumers={consumer.value: where for consumer, where in self.gate.consumers.items()},
+        )
 
     def _load_ended(self, failed: str | None) -> None:
         if failed is not None:

@@ -147,12 +147,15 @@ class Receiver:
             self.counters["bad_notifications"] += 1
             return
         room = self._rooms.get(landed.key)
+        trace = self._agent.gate.trace
         if room is None:
+            trace.record("received", landed.key, writer, note="late")
             self.counters["late_notifications"] += 1
             return
         if landed.incarnation != writer or writer not in room.peers:
             self.counters["foreign_notifications"] += 1
             return
+        trace.record("received", landed.key, writer, note=f"chunk {landed.logical}")
         room.landed.setdefault(writer, set()).add(landed.logical)
         if isinstance(landed, LastLanded):
             room.manifests[writer] = landed.manifest
@@ -190,12 +193,14 @@ class Receiver:
         except _OVER:
             self.dropped(room.key)
             return
+        self._agent.gate.trace.record("sent", room.key, incarnation, note="destination")
         channel.send(room.destination)
         self._woken.set()
 
     def _whole(self, room: _Room, writer: str) -> None:
         """Every byte of `writer` is in place. The load lands when this is true of all writers."""
         last = all(room.whole(peer) for peer in room.peers)
+        self._agent.gate.trace.record("received", room.key, writer, note="landed")
 
         def landed(reader: Reader) -> list[Effect]:
             if last and room.load.open:

@@ -134,6 +134,7 @@ class Sender:
         def told(writer: Writer) -> list[Effect]:
             return writer.destination(peer)
 
+        self._agent.gate.trace.record("received", destination.key, peer, note="destination")
         try:
             self._agent.apply(destination.key, told)
         except _OVER:
@@ -189,13 +190,15 @@ class Sender:
             async with hold(self._agent.gate, Consumer.SENDER, wanted, room=room.key) as held:
                 if self._agent.gate.guarded(Guard.SENDER):
                     await held.granted(deadline=room.deadlines["sending"])
-                await self._post(room, held, peer, spans, notification).ended.wait()
+                await self._post(room, chunk, held, peer, spans, notification).ended.wait()
         except _OVER:
             room.scope.cancel()
         except Exception as error:  # noqa: BLE001 - whatever fails one room, a bug too, ends that room alone
             self._fail(room, f"logical page {chunk.logical} was not sent: {error!r}")
 
-    def _post(self, room: _Room, held: Held, peer: str, spans: list[Span], notification: bytes) -> Flight:
+    def _post(
+        self, room: _Room, chunk: SealedChunk, held: Held, peer: str, spans: list[Span], notification: bytes
+    ) -> Flight:
         """No await between the room's word that it may be posted and the flight that ends it."""
 
         def not_posted(writer: Writer) -> list[Effect]:
@@ -204,6 +207,7 @@ class Sender:
         self._agent.apply(room.key, _post)
         try:
             held.post()
+            self._trace(room, chunk, held, peer)
             try:
                 write = self._transport.write(peer, spans, notification)
             except NixlError:
@@ -215,6 +219,13 @@ class Sender:
         flight = Flight(room.key, peer, write, held, doubt_seconds=room.deadlines["ack"] / 2)
         self._writes.add(flight)
         return flight
+
+    def _trace(self, room: _Room, chunk: SealedChunk, held: Held, peer: str) -> None:
+        """Which pages of the peer are written, under the ticket that reads ours."""
+        destination, extents = room.destinations[peer], held.ticket.extents
+        targets = tuple((extent.space, (_target(destination, extent.space, chunk.logical),)) for extent in extents)
+        note = f"chunk {chunk.logical}"
+        self._agent.gate.trace.record("write", room.key, peer, targets, note, id(held.ticket))
 
     def _spans(self, room: _Room, logical: int, extents: tuple[Extent, ...], peer: str) -> list[Span]:
         """One span a (pool, layer). Raises ValueError, LookupError for a page that the peer does not have."""
