@@ -129,7 +129,7 @@ def test_other_extras_are_installed_once_more(root: Path, tools: Path, venv: Pat
     tools.joinpath("mkdir").symlink_to(str(shutil.which("mkdir")))
     result = call(root / "scripts/lint", cwd=tmp_path, path=str(tools), venv=venv)
     assert result.returncode == 0, result.stderr
-    assert [line for line in calls(venv) if line.endswith(".[reference,dev]")]
+    assert [line for line in calls(venv) if line.endswith(".[reference,kernels,dev]")]
     write_program(venv / "bin" / "ruff", "exit 1")
     result = call(root / "scripts/lint", cwd=tmp_path, path=str(tools), venv=venv)
     assert result.returncode == 1
