@@ -15,6 +15,7 @@ from dsv4ctl.controlplane.rooms.states import ABORTS, LIVE, TERMINAL, AbortSourc
 class Writer(Half):
     """Source pages are released once every peer has all bytes, or the room is aborted and nothing is in flight.
 
+    Those of a poisoned room never are: the write of which nobody knows may still read them until this process is fenced.
     `peers` are the reading ranks; each is an ack target of its own.
     """
 
@@ -112,4 +113,4 @@ class Writer(Half):
         if not quiet:
             return self._move("busy")
         acks: list[Effect] = [AckPeer(peer, self._outcome()) for peer in self.peers]
-        return [*acks, ReleasePages(), *self._move("quiet")]
+        return [*acks, *([] if self.poisoned else [ReleasePages()]), *self._move("quiet")]

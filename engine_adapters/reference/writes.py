@@ -94,7 +94,8 @@ class Writes:
             return writer.written(ok)
 
         self._flights.remove(flight)
-        flight.held.complete()
+        if ok:  # else it may still read its source: the ticket holds until this process is fenced
+            flight.held.complete()
         try:
             self._agent.apply(flight.key, written)
         except (UnknownRoomError, Refusal):

@@ -187,6 +187,14 @@ def test_a_write_without_a_known_end_poisons_the_room() -> None:
     assert half.peer_abort("D0", CLIENT, "again") == [AckPeer("D0", POISONED)]
 
 
+def test_what_a_write_without_a_known_end_may_still_read_is_not_released() -> None:
+    half = sending()
+    half.post()
+    half.written(False)
+    assert ReleasePages() not in half.written(True)
+    assert half.state is RoomState.ABORTED
+
+
 def test_the_first_reason_is_kept() -> None:
     half = sending()
     abort(half)
