@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator
 from contextlib import AbstractAsyncContextManager
 from typing import Any, Protocol
 
@@ -46,6 +47,10 @@ class Plane(Protocol):
 
     async def flush(self) -> Json:
         """`flushed`: engines whose cached pages were dropped."""
+
+    def trace(self, follow: bool) -> AsyncIterator[Json]:
+        """What the ranks' trace rings hold, in parts: engine, rank, incarnation, and identity and events (frames of
+        the trace format) or error. `follow`: goes on with what is recorded later."""
 
     def subscribe(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[Json]]:
         """Live events."""

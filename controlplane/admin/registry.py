@@ -17,6 +17,7 @@ from dsv4ctl.controlplane.admin.verbs import (
     rooms,
     status,
     tickets,
+    trace,
     version,
 )
 
@@ -31,6 +32,7 @@ VERBS: tuple[Verb[Any], ...] = (
     guards.VERB,
     flush.VERB,
     logs.VERB,
+    trace.VERB,
     version.VERB,
     metrics.VERB,
 )

@@ -10,12 +10,16 @@ from dsv4ctl.controlplane.admin.registry import VERBS
 from dsv4ctl.controlplane.cli import local
 from dsv4ctl.controlplane.cli.exits import MEANING, Exit, Failure
 from dsv4ctl.controlplane.cli.start import start
+from dsv4ctl.controlplane.cli.trace import trace
 from dsv4ctl.controlplane.cli.verbs import command
 
 #: A click command of its own, imported when it is called: it brings a model and its oracle along.
 INCIDENT = "dsv4ctl.controlplane.incident.command"
 #: As help lists them; what is not named here follows.
-ORDER = ("start", "drain", "resume", "status", "engines", "rooms", "tickets", "abort", "logs", "incident", "config")
+ORDER = (
+    *("start", "drain", "resume", "status", "engines", "rooms", "tickets", "abort", "logs"),
+    *("trace", "incident", "config"),
+)
 
 EPILOG = (
     "\b\nExit codes:\n"
@@ -85,6 +89,7 @@ cli.add_command(local.config)
 for _verb in VERBS:
     cli.add_command(command(_verb))
 cli.add_command(local.version)  # in place of the verb's: it needs no control plane
+cli.add_command(trace)  # likewise: it writes and reads files
 
 
 def main() -> None:

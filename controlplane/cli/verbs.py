@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any, get_origin
 
 import anyio
@@ -68,16 +69,24 @@ def _parameter(field: Field) -> click.Parameter:
 
 def _call(verb: Verb[Any], socket: str | None, arguments: Mapping[str, Any], as_json: bool) -> int:
     try:
-        return anyio.run(_speak, verb, socket, arguments, as_json)
+        with asking(socket, verb.timeout):
+            return anyio.run(_speak, verb, socket, arguments, as_json)
+    except KeyboardInterrupt:
+        return Exit.INTERRUPTED
+
+
+@contextmanager
+def asking(socket: str | None, timeout: float | None) -> Iterator[None]:
+    """Whatever keeps the control plane from answering ends the command with its message and exit code."""
+    try:
+        yield
     except AdminError as error:
         raise Failure(error.message, Exit(EXIT_CODE[error.code])) from error
     except NoControlPlaneError as error:
         raise Failure(str(error), Exit.NOBODY) from error
     except TimeoutError as error:
-        message = f"the control plane at {resolve(socket)} gave no answer within {verb.timeout:g} s"
+        message = f"the control plane at {resolve(socket)} gave no answer within {timeout:g} s"
         raise Failure(message, Exit.FAILED) from error
-    except KeyboardInterrupt:
-        return Exit.INTERRUPTED
 
 
 async def _speak(verb: Verb[Any], socket: str | None, arguments: Mapping[str, Any], as_json: bool) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
 from contextlib import AbstractAsyncContextManager
 from importlib.metadata import version
 from typing import Any
@@ -23,6 +23,8 @@ from dsv4ctl.controlplane.tickets.types import Guard
 
 #: Seconds a rank has to drop its cached pages.
 FLUSH_DEADLINE = 10.0
+#: Seconds between two looks into the ranks' trace rings, which hold tens of thousands of events.
+TRACE_INTERVAL = 0.5
 
 
 class SupervisedPlane:
@@ -78,6 +80,28 @@ class SupervisedPlane:
     async def tickets(self) -> list[dict[str, Any]]:
         answers = await self._supervisor.query_all("tickets")
         return [_renamed(answer, "answer", "tickets") for answer in answers]
+
+    async def trace(self, follow: bool) -> AsyncIterator[dict[str, Any]]:
+        """Every rank in turn, a page at a time, until each has been read to its end."""
+        begins: dict[str, int] = {}
+        unread = True
+        while unread or follow:
+            unread = False
+            for _, rank in list(self._supervisor.fleet.ranks()):
+                if rank.link is None and rank.incarnation in begins:
+                    continue  # its end has been told
+                begin = begins.get(rank.incarnation, 0)
+                found = await self._supervisor.query(rank, f"trace {begin}")
+                part = found.get("answer")
+                if part is None:
+                    begins[rank.incarnation] = begin
+                    yield {**rank.fields(), "error": found["error"]}
+                elif part["next"] > begin:
+                    begins[rank.incarnation] = part["next"]
+                    unread = unread or part["more"]
+                    yield {**rank.fields(), "identity": part["rank"], "events": part["events"]}
+            if follow and not unread:
+                await anyio.sleep(TRACE_INTERVAL)
 
     def subscribe(self) -> AbstractAsyncContextManager[MemoryObjectReceiveStream[dict[str, Any]]]:
         return self.telemetry.subscribe()

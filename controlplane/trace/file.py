@@ -14,7 +14,6 @@ from dsv4ctl.controlplane.trace.format import (
     MAX_FRAME_BYTES,
     PREFIX,
     VERSION,
-    Event,
     Events,
     Extents,
     Frame,
@@ -22,9 +21,9 @@ from dsv4ctl.controlplane.trace.format import (
     Rank,
     encode,
 )
+from dsv4ctl.controlplane.trace.merge import Merged, Stream, merge
 
 NO_EXTENTS: Extents = ()
-Stream = Iterator[tuple[Event, Extents]]
 
 
 class TraceError(ValueError):
@@ -100,6 +99,14 @@ class TraceFile:
                 for event in frame.events:
                     yield event, table[event.extents] if event.extents >= 0 else NO_EXTENTS
 
+    def ahead_ns(self) -> dict[str, int]:
+        """What to add to a rank's monotonic times so that those of all ranks compare, by incarnation."""
+        return {incarnation: rank.wall_ns - rank.monotonic_ns for incarnation, rank in self.ranks.items()}
+
+    def merged(self) -> Iterator[Merged]:
+        """Every event, causes before effects; each call reads the file again."""
+        return merge({incarnation: self.stream(incarnation) for incarnation in self.ranks}, self.ahead_ns())
+
     def _index(self) -> None:
         with self.path.open("rb") as file:
             at = 0
@@ -112,6 +119,9 @@ class TraceFile:
                 at += len(body)
         if at == 0:
             raise TraceError(f"{self.path} is no trace: it has no header frame")
+        unknown = set(self._places) - set(self.ranks)
+        if unknown:
+            raise TraceError(f"{self.path}: events of {', '.join(sorted(unknown))}, whose `rank` frame is missing")
 
     def _take(self, body: bytes, at: int) -> None:
         try:

@@ -7,13 +7,13 @@ from collections import Counter
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
-from dsv4ctl.controlplane.trace.file import Stream
 from dsv4ctl.controlplane.trace.format import Event, Extents
 
 #: Frames between ranks that both sides record: their receipt comes after their sending. So does the notification
 #: `chunk N`, which rides on a `write`.
 ORDERED = frozenset({"destination", "ack:quiet", "ack:poisoned"})
 CHUNK = "chunk "
+Stream = Iterator[tuple[Event, Extents]]
 #: (frame, room, sender, receiver)
 FrameKey = tuple[str, str, str, str]
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Iterable
 from enum import Enum
 from typing import Any
 
@@ -56,10 +57,10 @@ class Race(msgspec.Struct):
     landed_after_ns: int | None = None  #: how long after the first early read its bytes were in place
 
     def sentence(self) -> str:
-        layers = f" layer {_ranges(self.layers)}" if self.layers else ""
+        layers = f" layer {ranges(self.layers)}" if self.layers else ""
         generations = ",".join(str(one) for one in sorted(set(self.generations))) or "?"
         pool = "all pools" if self.pool == "*" else self.pool or "all pools"
-        what = f"{pool}{layers} of {self.space} pages {_ranges(self.pages)} (generation {generations})"
+        what = f"{pool}{layers} of {self.space} pages {ranges(self.pages)} (generation {generations})"
         first = str(self.first) if self.first else "a write from before the trace begins"
         times = f" {self.count} times" if self.count > 1 else ""
         late = ""
@@ -112,7 +113,7 @@ class Report(msgspec.Struct):
         ]
 
 
-def _ranges(numbers: Any) -> str:
+def ranges(numbers: Iterable[int]) -> str:
     """`0-3,7`: numbers as ranges."""
     runs: list[list[int]] = []
     for number in sorted(set(numbers)):

@@ -61,6 +61,7 @@ class FakePlane:
         self.asked: list[tuple[Any, ...]] = []
         self.live: list[Json] = [room(7), room(8, "decoding")]
         self.left: list[str] = []
+        self.traced: list[Json] = []
         self.error: Exception | None = None
         self.followers = 0
         self.followed = anyio.Event()
@@ -125,6 +126,13 @@ class FakePlane:
     async def flush(self) -> Json:
         self.asked.append(("flush",))
         return {"flushed": ["prefill0", "decode0"]}
+
+    async def trace(self, follow: bool) -> AsyncIterator[Json]:
+        self.asked.append(("trace", follow))
+        for part in self.traced:
+            yield part
+        if follow:
+            await anyio.sleep_forever()
 
     @asynccontextmanager
     async def subscribe(self) -> AsyncIterator[MemoryObjectReceiveStream[Json]]:
