@@ -6,16 +6,20 @@ from dsv4ctl.controlplane.incident.rows import Deployment
 
 #: Fewer sessions than this fit on the device, and nothing would be reloaded.
 MIN_SESSIONS = 8
-#: Host pages a session: its half of the group's prefix, and its own turns.
-HOST_PAGES_A_SESSION = 12
+#: Pages that hold all there is of a session: its half of the group's prefix, and its own turns.
+PAGES_A_SESSION = 12
 #: Seconds that a request may wait for pages: more requests are in flight than fit, and that is no fault.
 QUEUE_DEADLINE = 90
 _ROLES = {"pd": ("prefill", "decode"), "single": ("single",)}
 
 
-def device_pages(sessions: int) -> int:
-    """Of an engine: room for a few requests. Prefixes are evicted between two rounds, freed pages soon reused."""
-    return min(48, 3 * sessions)
+def device_pages(deployment: Deployment, role: str, sessions: int) -> int:
+    """Room for a few requests: prefixes are evicted between two rounds, and freed pages are soon another request's.
+
+    Where HiCache is off, prefixes stay on the device instead.
+    """
+    few = min(48, 3 * sessions)
+    return few if deployment.hicache or role == "decode" else PAGES_A_SESSION * sessions
 
 
 def toml(deployment: Deployment, socket: str, sessions: int, model_seed: int) -> str:
@@ -40,7 +44,7 @@ runtime = true
 
 
 def _engine(deployment: Deployment, role: str, sessions: int, model_seed: int) -> str:
-    pages = device_pages(sessions)
+    pages = device_pages(deployment, role, sessions)
     hicache = deployment.hicache and role != "decode"
     return f"""
 [[engines]]
@@ -49,7 +53,7 @@ role = "{role}"
 
 [engines.hicache]
 enabled = {str(hicache).lower()}
-pages = {HOST_PAGES_A_SESSION * sessions}
+pages = {PAGES_A_SESSION * sessions}
 
 [engines.reference]
 index_k_dtype = "{deployment.index_k}"

@@ -16,9 +16,9 @@ from dsv4ctl.controlplane.rooms.states import RoomState
 #: Seconds that a request may take, queues included; longer is stuck.
 REQUEST_DEADLINE = 120.0
 #: A request on its way is aborted this often, then let through.
-ABORTS_A_REQUEST = 3
+ABORTS_A_REQUEST = 2
 #: Seconds between two looks for requests whose pages are on their way.
-_LOOK = 0.003
+_LOOK = 0.008
 
 Turns = Mapping[tuple[int, int], Turn]
 

@@ -15,7 +15,7 @@ from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS, device_pag
 from dsv4ctl.controlplane.incident.evaluate import Asked, Expected, Measured, evaluate
 from dsv4ctl.controlplane.incident.progress import Progress, bar
 from dsv4ctl.controlplane.incident.report import Pacing, Report, as_json, as_text
-from dsv4ctl.controlplane.incident.rows import by_deployment, full_rows, quick_rows
+from dsv4ctl.controlplane.incident.rows import THERE, by_deployment, full_rows, quick_rows
 from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, Size
 
 COST = {
@@ -97,8 +97,12 @@ def test_every_deployment_s_file_is_a_valid_configuration(deployment: Any, tmp_p
 
 @pytest.mark.parametrize("sessions", [MIN_SESSIONS, 16, 64])
 def test_the_device_holds_every_request_and_not_every_prefix(sessions: int) -> None:
-    size, pages = Size(), device_pages(sessions)
+    size = Size()
     longest = size.prefix_pages * PAGE_TOKENS + size.rounds * (size.turn_tokens[1] + size.new_tokens)
-    assert 2 * (longest // PAGE_TOKENS + 1) < pages
-    shortest_turns = size.rounds * size.turn_tokens[0] // PAGE_TOKENS
-    assert pages < sessions // 2 * size.prefix_pages + sessions * shortest_turns
+    turns = size.rounds * size.turn_tokens[0] // PAGE_TOKENS
+    every_prefix = sessions // 2 * size.prefix_pages + sessions * turns
+    for role in ("prefill", "decode"):
+        assert 2 * (longest // PAGE_TOKENS + 1) < device_pages(THERE, role, sessions) < every_prefix
+    without = THERE._replace(hicache=False)
+    assert device_pages(without, "decode", sessions) == device_pages(THERE, "decode", sessions)
+    assert device_pages(without, "prefill", sessions) > every_prefix
