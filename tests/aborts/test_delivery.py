@@ -69,6 +69,7 @@ def test_entries_are_handed_out_in_order_once() -> None:
     assert inbox.offer(entry(1)) == [entry(1), entry(2), entry(3)]
     assert inbox.offer(entry(2)) == []
     assert inbox.received == 3
+    assert inbox._held == {}
 
 
 def test_a_full_inbox_still_takes_the_entry_it_waits_for() -> None:

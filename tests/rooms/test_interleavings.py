@@ -67,6 +67,7 @@ class World:
             case ReleasePages():
                 self.releases[name] = self.releases.get(name, 0) + 1
                 assert self.releases[name] == 1
+                assert not self.half(name).forwards
                 if name in self.readers:
                     self.check_no_late_write(name)
             case TellPeer(peer, source, reason):

@@ -2,24 +2,30 @@
 
 from __future__ import annotations
 
+from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from random import Random
 from typing import Any
 
 import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
-from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError, Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
-PAGES, LAYERS = 5, 2
+PAGES, LAYERS = 3, 2
 POOLS = ("a", "b")
 LIVE = (TicketState.PENDING, TicketState.GRANTED, TicketState.REVOKING)
 
-page_sets = st.lists(st.integers(0, PAGES - 1), min_size=1, max_size=3, unique=True)
-pool_sets = st.sampled_from([("a",), ("b",), POOLS])
-rooms = st.sampled_from([None, 1, 2])
+SEEDS = st.integers(0, 2**32 - 1)
+#: What happens, by how often. One rule picks from it: rules of their own would be switched off in most histories.
+EVENTS = {
+    "allocate": 2, "free": 1, "open_load": 6, "advance": 8, "stop": 4, "seal": 1,
+    "request": 8, "extend": 2, "trim": 2, "post": 4, "complete": 4, "release": 4, "revoke": 1,
+}  # fmt: skip
 
 
 @dataclass
@@ -43,7 +49,48 @@ class LedgerMachine(RuleBasedStateMachine):
         self.pages = [Page() for _ in range(PAGES)]
         self.loads: list[Load] = []
         self.tickets: list[Ticket] = []
+        self.posted: Counter[Ticket] = Counter()
+        self.left: set[Ticket] = set()
         self.refused = 0
+        self.random = Random(0)
+
+    @rule(event=st.sampled_from([name for name, often in EVENTS.items() for _ in range(often)]), seed=SEEDS)
+    def step(self, event: str, seed: int) -> None:
+        self.random = Random(seed)
+        revoked = {ticket: ticket.readable for ticket in self.tickets if ticket.state is TicketState.REVOKING}
+        getattr(self, f"do_{event}")()
+        for page in self.pages:
+            page.readers = [ticket for ticket in page.readers if ticket.state in LIVE]
+            page.settle()
+        assert all(ticket.readable <= granted for ticket, granted in revoked.items())
+
+    # ---- choices: mostly what makes sense, so that histories go deep ---------------------------------
+
+    def reckless(self) -> bool:
+        """One choice in twelve is made without looking."""
+        return self.random.randrange(12) == 0
+
+    def some_load(self) -> Load | None:
+        return self.some([load for load in self.loads if load.open], self.loads)
+
+    def some_ticket(self) -> Ticket | None:
+        return self.some([ticket for ticket in self.tickets if ticket.state in LIVE], self.tickets)
+
+    def some(self, live: list[Any], every: list[Any]) -> Any:
+        chosen = every if self.reckless() else live
+        return self.random.choice(chosen) if chosen else None
+
+    def some_pages(self, fits: Callable[[Page], bool]) -> list[int]:
+        fitting = [number for number, page in enumerate(self.pages) if self.reckless() or fits(page)]
+        return self.random.sample(fitting, min(len(fitting), self.random.randint(1, 2)))
+
+    def some_extent(self, fits: Callable[[Page], bool]) -> Extent | None:
+        """Now and then one of a generation that is gone."""
+        pools = self.random.choice([POOLS, POOLS, POOLS, ("a",), ("b",)])
+        extent = self.ledger.extent("full", self.some_pages(fits), pools)
+        if self.reckless():
+            extent = extent._replace(generations=tuple(generation - 1 for generation in extent.generations))
+        return extent if extent.pages else None
 
     # ---- the model's own opinion ---------------------------------------------------------------------
 
@@ -64,6 +111,9 @@ class LedgerMachine(RuleBasedStateMachine):
     def pages_of(self, load: Load) -> list[Page]:
         return [page for page in self.pages if page.writer is load]
 
+    def has_bytes(self, page: Page) -> bool:
+        return page.state == "owned" and (self.covered(page, frozenset(POOLS)) or bool(page.filled))
+
     def call(self, allowed: bool, method: Any, *args: Any, **options: Any) -> Any:
         """The ledger does it exactly if the model allows it."""
         if allowed:
@@ -73,16 +123,10 @@ class LedgerMachine(RuleBasedStateMachine):
             method(*args, **options)
         return None
 
-    def sync(self) -> None:
-        """Tickets that ended leave their pages."""
-        for page in self.pages:
-            page.readers = [ticket for ticket in page.readers if ticket.state in LIVE]
-            page.settle()
-
     # ---- events --------------------------------------------------------------------------------------
 
-    @rule(count=st.integers(1, 3))
-    def allocate(self, count: int) -> None:
+    def do_allocate(self) -> None:
+        count = self.random.randint(1, PAGES)
         taken = self.ledger.allocate({"full": count})
         free = [number for number, page in enumerate(self.pages) if page.state == "free"]
         assert (taken is None) == (len(free) < count)
@@ -92,156 +136,122 @@ class LedgerMachine(RuleBasedStateMachine):
             page.state, page.filled = "owned", set()
             page.generation += 1
 
-    @rule(pages=page_sets)
-    def free(self, pages: list[int]) -> None:
+    def do_free(self) -> None:
+        pages = self.some_pages(lambda page: page.state == "owned")
         allowed = all(self.pages[page].state == "owned" for page in pages)
         self.call(allowed, self.ledger.free, "full", pages)
         for page in pages if allowed else ():
             self.pages[page].state = "retiring"
-        self.sync()
 
-    @rule(
-        pages=page_sets, pools=pool_sets, kind=st.sampled_from(LoadKind), verify=st.booleans(), stale=st.integers(0, 8)
-    )
-    def open_load(self, pages: list[int], pools: tuple[str, ...], kind: LoadKind, verify: bool, stale: int) -> None:
-        extent = self.extent(pages, pools, stale)
-        allowed = self.current(extent) and all(
-            not self.pages[page].readers and self.pages[page].writer is None for page in pages
-        )
-        load = self.call(allowed, self.ledger.open_load, kind, [extent], verify=verify)
-        for page in (self.pages[number] for number in pages) if allowed else ():
+    def do_open_load(self) -> None:
+        extent = self.some_extent(lambda page: page.state == "owned" and page.writer is None and not page.readers)
+        if extent is None:
+            return
+        kind = self.random.choice([LoadKind.HICACHE, LoadKind.TRANSFER, LoadKind.FORWARD])
+        untouched = all(not self.pages[page].readers and self.pages[page].writer is None for page in extent.pages)
+        allowed = self.current(extent) and untouched
+        load = self.call(allowed, self.ledger.open_load, kind, [extent], verify=self.random.random() < 0.4)
+        for page in (self.pages[number] for number in extent.pages) if allowed else ():
             page.generation += 1
-            page.writer, page.writing, page.filled = load, set(pools), set()
+            page.writer, page.writing, page.filled = load, set(extent.pools), set()
         if allowed:
             self.loads.append(load)
 
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data(), layers=st.integers(0, LAYERS + 1), verified=st.booleans())
-    def advance(self, data: st.DataObject, layers: int, verified: bool) -> None:
-        load = data.draw(st.sampled_from(self.loads))
+    def do_advance(self) -> None:
+        load = self.some_load()
+        if load is None:
+            return
+        verified = load.verify and self.random.random() < 0.5
         present = load.verified if verified else load.landed
-        ceiling = load.landed if verified else LAYERS
-        allowed = load.open and present <= layers <= ceiling
+        layers = present + (self.random.randint(-1, LAYERS + 1) if self.reckless() else 1)
+        allowed = load.open and present <= layers <= (load.landed if verified else LAYERS)
         self.call(allowed, self.ledger.layer_verified if verified else self.ledger.layer_landed, load, layers)
 
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data())
-    def fail(self, data: st.DataObject) -> None:
-        load = data.draw(st.sampled_from(self.loads))
-        self.call(load.open, self.ledger.fail_load, load)
-        self.sync()
-
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data())
-    def quarantine(self, data: st.DataObject) -> None:
-        load = data.draw(st.sampled_from(self.loads))
-        allowed = load.open
-        self.call(allowed, self.ledger.quarantine, load)
-        for page in self.pages_of(load) if allowed else ():
-            page.state = "quarantined"
-        self.sync()
-
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data())
-    def end(self, data: st.DataObject) -> None:
-        load = data.draw(st.sampled_from(self.loads))
+    def do_stop(self) -> None:
+        load, how = self.some_load(), self.random.choice(["end"] * 6 + ["fail", "quarantine"])
+        if load is None:
+            return
         allowed = load.open
         whole = not load.failed and load.landed == LAYERS and (not load.verify or load.verified == LAYERS)
-        self.call(allowed, self.ledger.end_load, load)
+        calls = {"end": self.ledger.end_load, "fail": self.ledger.fail_load, "quarantine": self.ledger.quarantine}
+        self.call(allowed, calls[how], load)
         for page in self.pages_of(load) if allowed else ():
-            page.writer = None
-            page.filled = page.writing if whole else set()
-        self.sync()
+            if how == "quarantine":
+                page.state = "quarantined"
+            if how == "end":
+                page.writer = None
+                page.filled = page.writing if whole else set()
 
-    @precondition(lambda self: self.loads)
-    @rule(data=st.data(), pages=page_sets)
-    def seal(self, data: st.DataObject, pages: list[int]) -> None:
-        load = data.draw(st.sampled_from(self.loads))
+    def do_seal(self) -> None:
+        load = self.some_load()
+        pages = self.some_pages(lambda page: page.writer is load)
+        if load is None or not pages:
+            return
         held = all(self.pages[page].writer is load for page in pages)
         allowed = held and load.kind is LoadKind.FORWARD and not load.failed
         self.call(allowed, self.ledger.seal, load, "full", pages)
         for page in (self.pages[number] for number in pages) if allowed else ():
             page.writer, page.filled = None, page.writing
-        self.sync()
 
-    @rule(
-        pages=page_sets,
-        pools=pool_sets,
-        consumer=st.sampled_from([Consumer.ATTENTION, Consumer.CHECKSUM]),
-        room=rooms,
-        stale=st.integers(0, 8),
-    )
-    def request(
-        self, pages: list[int], pools: tuple[str, ...], consumer: Consumer, room: int | None, stale: int
-    ) -> None:
-        extent = self.extent(pages, pools, stale)
+    def do_request(self) -> None:
+        extent = self.some_extent(self.has_bytes)
+        if extent is None:
+            return
         allowed = self.joinable(extent)
+        consumer = self.random.choice([Consumer.ATTENTION, Consumer.CHECKSUM])
+        room = self.random.choice([None, 1, 2])
         ticket = self.call(allowed, self.ledger.request, consumer, [extent], room=room)
         if allowed:
             self.tickets.append(ticket)
-            for page in pages:
+            for page in extent.pages:
                 self.pages[page].readers.append(ticket)
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), pages=page_sets, pools=pool_sets)
-    def extend(self, data: st.DataObject, pages: list[int], pools: tuple[str, ...]) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
-        extent = self.extent(pages, pools, 0)
+    def do_extend(self) -> None:
+        ticket, extent = self.some_ticket(), self.some_extent(self.has_bytes)
+        if ticket is None or extent is None:
+            return
         allowed = ticket.state in LIVE[:2] and self.joinable(extent)
         self.call(allowed, self.ledger.extend, ticket, [extent])
-        for page in pages if allowed else ():
+        for page in extent.pages if allowed else ():
             self.pages[page].readers.append(ticket)
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), pages=page_sets)
-    def trim(self, data: st.DataObject, pages: list[int]) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
+    def do_trim(self) -> None:
+        ticket = self.some_ticket()
+        pages = self.some_pages(lambda page: ticket in page.readers)
+        if ticket is None or not pages:
+            return
         held = {page for extent in ticket.extents for page in extent.pages}
-        allowed = ticket.state in LIVE and not ticket.posted and set(pages) <= held
+        allowed = ticket.state in LIVE and not self.posted[ticket] and set(pages) <= held
         self.call(allowed, self.ledger.trim, ticket, "full", pages)
         for page in (self.pages[number] for number in pages) if allowed else ():
             page.readers = [reader for reader in page.readers if reader is not ticket]
-        self.sync()
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data(), guarded=st.booleans())
-    def post(self, data: st.DataObject, guarded: bool) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
-        granted = ticket.state is TicketState.GRANTED and ticket.readable == LAYERS
-        allowed = granted if guarded else ticket.state in LIVE
-        self.call(allowed, self.ledger.post, ticket, guarded=guarded)
+    def do_post(self) -> None:
+        ticket, guarded = self.some_ticket(), self.random.random() < 0.8
+        if ticket is not None:
+            granted = ticket.state is TicketState.GRANTED and ticket.readable == LAYERS
+            allowed = granted if guarded else ticket.state in LIVE
+            self.call(allowed, self.ledger.post, ticket, guarded=guarded)
+            self.posted[ticket] += allowed
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def complete(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
-        self.call(ticket.posted > 0, self.ledger.complete, ticket)
-        self.sync()
+    def do_complete(self) -> None:
+        ticket = self.some([found for found, reads in self.posted.items() if reads], self.tickets)
+        if ticket is not None:
+            self.call(self.posted[ticket] > 0, self.ledger.complete, ticket)
+            self.posted[ticket] -= self.posted[ticket] > 0
 
-    @precondition(lambda self: self.tickets)
-    @rule(data=st.data())
-    def release(self, data: st.DataObject) -> None:
-        ticket = data.draw(st.sampled_from(self.tickets))
-        posted, allowed = ticket.posted, ticket.state in LIVE and not ticket.left
-        self.call(allowed, self.ledger.release, ticket)
-        if allowed:
-            assert ticket.state is (TicketState.REVOKING if posted else TicketState.RELEASED)
-        self.sync()
+    def do_release(self) -> None:
+        ticket = self.some_ticket()
+        if ticket is not None:
+            self.call(ticket.state in LIVE and ticket not in self.left, self.ledger.release, ticket)
+            self.left.add(ticket)
 
-    @rule(room=st.sampled_from([1, 2]))
-    def revoke(self, room: int) -> None:
+    def do_revoke(self) -> None:
+        room = self.random.choice([1, 2])
         self.ledger.revoke(room)
         for ticket in self.tickets:
             if ticket.room == room and ticket.state in LIVE:
                 assert ticket.state is TicketState.REVOKING
-        self.sync()
-
-    def extent(self, pages: list[int], pools: tuple[str, ...], stale: int) -> Extent:
-        """One in nine is a generation old."""
-        extent = self.ledger.extent("full", pages, pools)
-        if stale == 8:
-            return extent._replace(generations=tuple(generation - 1 for generation in extent.generations))
-        return extent
 
     # ---- what always holds ---------------------------------------------------------------------------
 
@@ -282,6 +292,17 @@ class LedgerMachine(RuleBasedStateMachine):
             assert generation == page.generation
 
     @invariant()
+    def posted_reads_are_held(self) -> None:
+        """A DMA reads: whatever became of the ticket's room, load or scope, its pages are not given away."""
+        for ticket, reads in self.posted.items():
+            if reads:
+                assert ticket.state in LIVE
+                for extent in ticket.extents:
+                    assert all(self.pages[page].state != "free" for page in extent.pages)
+            elif ticket in self.left:
+                assert ticket.state not in LIVE
+
+    @invariant()
     def tickets_are_counted(self) -> None:
         live = [ticket for ticket in self.tickets if ticket.state in LIVE]
         assert self.ledger.tickets == len(live)
@@ -300,6 +321,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=100, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
 )
 TestLedger = LedgerMachine.TestCase
