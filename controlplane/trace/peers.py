@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from dsv4ctl.controlplane.trace.findings import Findings, access, handing_on
 from dsv4ctl.controlplane.trace.format import Event, Extent, Extents
 from dsv4ctl.controlplane.trace.merge import FrameKey, frame_key
-from dsv4ctl.controlplane.trace.races import Access, RaceKind
+from dsv4ctl.controlplane.trace.races import Access, Race, RaceKind
 from dsv4ctl.controlplane.trace.state import Page, RankState, Write, remember
 
 _DONE = ("closed", "aborted")
@@ -34,27 +34,32 @@ class Peers:
 
     # ---- pages of this rank that peers write ---------------------------------------------------------
 
-    def reuse(self, rank: RankState, page: Page, event: Event) -> None:
-        """The page goes to another owner: every peer's write must be known to be over."""
+    def reuse(self, rank: RankState, page: Page, event: Event) -> Race | None:
+        """The page goes to another owner: every peer's write must be known to be over. Returns a race, if one is."""
+        found = None
         exposure = page.exposure
         peers = set(exposure.peers) if exposure else set()
         if exposure is not None and peers:
             exposure.reused = exposure.reused or event
             names = self.names(peers)
             edge = f"ack of {names} (or its landed frame, or its fence) -> free -> {event.kind}"
-            self._reused(rank, page, access(rank, exposure.event, f"write from {names}", "transfer"), event, edge)
+            first = access(rank, exposure.event, f"write from {names}", "transfer")
+            found = self._reused(rank, page, first, event, edge)
         for write in page.writes:
             if write.by in peers or write.by in rank.fenced or (exposure is not None and write.by in exposure.quiet):
                 continue
             if write.end is None or write.end > rank.clock.get(write.by, -1):
                 writer = self._ranks[write.by]
                 edge = f"complete on {writer.rank.name} -> ack -> free -> {event.kind}"
-                self._reused(rank, page, access(writer, write.begin, "write", "sender"), event, edge)
+                found = self._reused(rank, page, access(writer, write.begin, "write", "sender"), event, edge)
+        return found
 
-    def _reused(self, rank: RankState, page: Page, first: Access, event: Event, missing: str) -> None:
+    def _reused(self, rank: RankState, page: Page, first: Access, event: Event, missing: str) -> Race | None:
         key = (first.rank, first.seq, event.seq)
         second = handing_on(rank, event)
-        self._findings.add(RaceKind.REUSE_BEFORE_QUIESCENCE, rank, key, [page], first, second, missing, room=first.room)
+        return self._findings.add(
+            RaceKind.REUSE_BEFORE_QUIESCENCE, rank, key, [page], first, second, missing, room=first.room
+        )
 
     def late_write(self, rank: RankState, reuse: Event, event: Event, kind: str, extents: Extents) -> None:
         """Bytes of `kind` came for pages that have had another owner since `reuse`."""

@@ -54,6 +54,7 @@ class Race(msgspec.Struct):
     second: Access
     missing: str
     count: int = 1
+    owner: Access | None = None  #: whose write lease took pages over that were allocated too early
     landed_after_ns: int | None = None  #: how long after the first early read its bytes were in place
 
     def sentence(self) -> str:
@@ -61,19 +62,19 @@ class Race(msgspec.Struct):
         generations = ",".join(str(one) for one in sorted(set(self.generations))) or "?"
         pool = "all pools" if self.pool == "*" else self.pool or "all pools"
         what = f"{pool}{layers} of {self.space} pages {ranges(self.pages)} (generation {generations})"
-        first = str(self.first) if self.first else "a write from before the trace begins"
+        first = str(self.first) if self.first else "what was before the trace begins"
         times = f" {self.count} times" if self.count > 1 else ""
-        late = ""
-        if self.kind is RaceKind.READ_BEFORE_LAND:
-            after = self.landed_after_ns
-            late = "; it never landed in this trace" if after is None else f"; it landed {after / 1e6:.3f} ms later"
-            return (
-                f"{self.kind.value}: {self.second}{times}, {what}, not ordered after the {first}{late}. {self._edge()}"
-            )
-        return f"{self.kind.value}: {what}: {self.second}{times} while nothing ended the {first}. {self._edge()}"
-
-    def _edge(self) -> str:
-        return f"Missing edge: {self.missing}."
+        match self.kind:
+            case RaceKind.READ_BEFORE_LAND:
+                after = self.landed_after_ns
+                late = "it never landed in this trace" if after is None else f"it landed {after / 1e6:.3f} ms later"
+                told = f"{self.second}{times}, {what}, not ordered after the {first}; {late}"
+            case RaceKind.STALE_GENERATION:
+                told = f"{what}: {self.second}{times}, after its pages had gone on by the {first}"
+            case _:
+                owner = f", then taken over by the {self.owner}" if self.owner else ""
+                told = f"{what}: {self.second}{times}{owner}, while nothing had ended the {first}"
+        return f"{self.kind.value}: {told}. Missing edge: {self.missing}."
 
 
 class Report(msgspec.Struct):

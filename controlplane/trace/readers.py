@@ -121,7 +121,7 @@ class Readers:
         done = True
         for load in ticket.loads:
             readable = load.readable(ticket.who)
-            if readable <= event.layer:
+            if readable <= event.layer and load.fills(event.pool):
                 self._early(rank, load, event, ticket)
             done = done and readable >= layers
         if done:

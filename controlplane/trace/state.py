@@ -51,7 +51,7 @@ class Load:
 
     __slots__ = (
         "early", "event", "exposure", "extents", "failed", "kind", "known", "landed", "lost", "open", "pages",
-        "verified", "verify",
+        "pools", "verified", "verify",
     )  # fmt: skip
 
     def __init__(self, event: Event, extents: Extents, known: bool) -> None:
@@ -59,6 +59,7 @@ class Load:
         self.event = event  #: its lease, or what was first seen of it
         self.known = known
         self.extents = extents
+        self.pools = {pool for extent in extents for pool in extent.pools}
         self.verify = known and bool(event.value)  #: only `checksum` may read what is not verified
         self.landed = self.verified = 0
         self.open = True
@@ -70,6 +71,10 @@ class Load:
 
     def readable(self, consumer: str) -> int:
         return self.verified if self.verify and consumer != CHECKSUM else self.landed
+
+    def fills(self, pool: str) -> bool:
+        """It writes that pool, or one of those that a read of `*` takes; a trace that does not say is believed to."""
+        return pool == "*" or not self.pools or pool in self.pools
 
     def whole(self, layers: int) -> bool:
         """Its pages are filled, as far as the trace can tell."""
@@ -110,7 +115,7 @@ class Ticket:
 
 
 class Page:
-    __slots__ = ("exposure", "generation", "load", "number", "owner", "readers", "space", "unfilled", "writes")
+    __slots__ = ("exposure", "generation", "load", "number", "owner", "race", "readers", "space", "unfilled", "writes")
 
     def __init__(self, space: str, number: int) -> None:
         self.space = space
@@ -119,6 +124,7 @@ class Page:
         self.load: Load | None = None  #: open
         self.unfilled: Load | None = None  #: it ended, and its bytes never came
         self.owner: Event | None = None  #: who got it last
+        self.race: Race | None = None  #: of its allocation: the lease that follows tells for whom it was
         self.exposure: Exposure | None = None
         self.readers: dict[Ticket, None] = {}
         self.writes: list[Write] = []

@@ -7,7 +7,7 @@ from collections.abc import Callable
 from dsv4ctl.controlplane.trace.findings import Findings, access, handing_on
 from dsv4ctl.controlplane.trace.format import Event, Extents
 from dsv4ctl.controlplane.trace.peers import Peers
-from dsv4ctl.controlplane.trace.races import RaceKind
+from dsv4ctl.controlplane.trace.races import Race, RaceKind
 from dsv4ctl.controlplane.trace.state import Exposure, Load, Page, RankState, Ticket, remember
 
 
@@ -49,6 +49,9 @@ class Writers:
                     continue  # two extents of it share the page
                 if not page.idle():
                     self._reuse(rank, page, event)
+                if page.race is not None:
+                    page.race.owner = page.race.owner or handing_on(rank, event)
+                    page.race = None
                 page.owner, page.load, page.unfilled = event, load, None
                 page.generation = generations[extent.space, number] = generation
                 load.pages.append(page)
@@ -60,20 +63,22 @@ class Writers:
 
     def _reuse(self, rank: RankState, page: Page, event: Event) -> None:
         """The page goes to another owner: everybody who touched it must be done, as far as this event can know."""
+        races = [self._peers.reuse(rank, page, event)]
         if page.load is not None:
             page.load.lost = event
-            self._under_load(rank, page, page.load, event)
-        self._peers.reuse(rank, page, event)
+            races.append(self._under_load(rank, page, page.load, event))
         for ticket in page.readers:
             if ticket.reads:
-                self._under_reader(rank, page, ticket, event)
+                races.append(self._under_reader(rank, page, ticket, event))
             ticket.stale.append(page)
+        if event.kind == "allocate":
+            page.race = next((race for race in races if race is not None), None)
         page.readers.clear()
         page.load = page.exposure = None
         page.writes = []
 
-    def _under_load(self, rank: RankState, page: Page, load: Load, event: Event) -> None:
-        self._findings.add(
+    def _under_load(self, rank: RankState, page: Page, load: Load, event: Event) -> Race | None:
+        return self._findings.add(
             RaceKind.REUSE_BEFORE_QUIESCENCE,
             rank,
             (load.event.seq, event.seq),
@@ -84,8 +89,8 @@ class Writers:
             room=load.event.room,
         )
 
-    def _under_reader(self, rank: RankState, page: Page, ticket: Ticket, event: Event) -> None:
-        self._findings.add(
+    def _under_reader(self, rank: RankState, page: Page, ticket: Ticket, event: Event) -> Race | None:
+        return self._findings.add(
             RaceKind.WRITE_UNDER_READ,
             rank,
             (event.seq, ticket.event.subject),
