@@ -10,7 +10,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
+from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 _FREE, _OWNED, _RETIRING, _QUARANTINED = range(4)
 
@@ -66,10 +66,13 @@ class Load:
 class _Space:
     """Page state of one space, by page number."""
 
-    __slots__ = ("filled", "filling", "free", "generation", "load", "masks", "name", "pools", "readers", "state")
+    __slots__ = (
+        *("filled", "filling", "free", "generation", "load", "masks", "name", "on_host", "pools", "readers", "state"),
+    )
 
     def __init__(self, name: str, spec: SpaceSpec) -> None:
         self.name = name
+        self.on_host = name.startswith(HOST)
         self.pools = frozenset(spec.pools)
         self.masks: dict[frozenset[str], int] = {}
         self.generation = [0] * spec.pages
@@ -163,11 +166,11 @@ class Ledger:
     def open_load(self, kind: LoadKind, extents: Sequence[Extent], *, room: Any = None, verify: bool = False) -> Load:
         """Leases the pages to one writer; generations rise by one, what they held is no longer readable.
 
-        Raises LedgerError if a page is not owned at the named generation, is read by a ticket, or is already
-        being written.
+        Raises LedgerError if a page is not owned at the named generation, is read by a ticket, is already being
+        written, or lies where this kind does not write: only a backup writes to the host.
         """
         for extent in extents:
-            space = self._space(extent.space)
+            space = self._side(extent.space, kind is LoadKind.BACKUP, kind.value, "writes")
             for page, generation in zip(extent.pages, extent.generations, strict=True):
                 if space.state[page] != _OWNED or space.generation[page] != generation:
                     self._refuse_stale(space, page, generation)
@@ -252,8 +255,9 @@ class Ledger:
     def request(self, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None) -> Ticket:
         """A ticket on the extents: granted at once if all landed, else pending behind the loads that fill them.
 
-        Raises LedgerError if a page is not owned at the named generation, or a pool of it neither holds nor
-        awaits bytes (S7: a group is used whole or not at all).
+        Raises LedgerError if a page is not owned at the named generation, a pool of it neither holds nor awaits
+        bytes (S7: a group is used whole or not at all), or it lies where the consumer does not read: only `load`
+        reads from the host.
         """
         ticket = Ticket(consumer, room)
         self._join(ticket, extents)
@@ -352,6 +356,14 @@ class Ledger:
             self._refuse(f"there is no space {name}, only {', '.join(self._spaces)}")
         return found
 
+    def _side(self, name: str, on_host: bool, who: str, does: str) -> _Space:
+        """The space; refused if it is of the other side: a page number means nothing without its space."""
+        found = self._spaces.get(name) or self._space(name)
+        if found.on_host is not on_host:
+            sides = ("host", "device") if on_host else ("device", "host")
+            self._refuse(f"{who} {does} {sides[0]} pages, and {name} is a space of the {sides[1]}")
+        return found
+
     def _check_exist(self, space: _Space, pages: Sequence[int]) -> None:
         if pages and not 0 <= min(pages) <= max(pages) < len(space.state):
             self._refuse(f"{space.name} has pages 0..{len(space.state) - 1}, asked are {min(pages)}..{max(pages)}")
@@ -406,9 +418,10 @@ class Ledger:
         self._retire(space, page)
 
     def _join(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
-        loads = ticket.loads
+        loads, consumer = ticket.loads, ticket.consumer
+        reads_host = consumer is Consumer.LOAD
         for name, pages, generations, pools in extents:
-            space = self._spaces.get(name) or self._space(name)
+            space = self._side(name, reads_host, consumer.value, "reads")
             mask = space.masks.get(pools) or space.mask(pools)
             state, current, filled, writers = space.state, space.generation, space.filled, space.load
             for page, generation in zip(pages, generations):  # noqa: B905 - of one length: `extent` made them

@@ -5,6 +5,9 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+#: What the name of a space on the host begins with: `host.full` holds copies of pages of `full`.
+HOST = "host."
+
 
 class Consumer(Enum):
     """Whoever reads. Each is registered with the ledger; a read by anybody else is an event of its own."""

@@ -324,6 +324,12 @@ def slowest_member(patch: Patch) -> None:
     patch.setattr(Ledger, "_grant", grant)
 
 
+def two_index_spaces(patch: Patch) -> None:
+    """A page number is a page number, on the host and on the device."""
+
+    patch.setattr(Ledger, "_side", lambda self, name, on_host, who, does: self._space(name))
+
+
 def registry(patch: Patch) -> None:
     """Nobody has to say that it reads."""
     plain = Gate.request
@@ -406,7 +412,7 @@ REMOVALS: dict[str, Remove] = {
             one_generation_lives,
         ),
         *(bad_frames_are_survived, peers_of_the_room, lease_holds_pages, ticket_holds_pages, page_generations),
-        *(one_release, whole_groups, slowest_member, registry, failed_loads_revoke),
+        *(one_release, whole_groups, slowest_member, two_index_spaces, registry, failed_loads_revoke),
     )
 } | {
     "indexer_ticket": _guard_off(Guard.INDEXER),

@@ -287,6 +287,30 @@ def test_a_group_with_a_member_missing_is_not_readable(ledger: Ledger) -> None:
     assert ledger.request(READER, [kv]).state is GRANTED
 
 
+def test_pages_of_the_host_and_of_the_device_are_not_taken_for_one_another() -> None:
+    """Both spaces have a page 0, and here both are at the same generation: only the space tells them apart."""
+    ledger = Ledger({name: SpaceSpec(2, ("c4_kv",)) for name in ("full", "host.full")}, LAYERS)
+    here, there = (
+        ledger.extent(name, pages) for name, pages in (ledger.allocate({"full": 1, "host.full": 1}) or {}).items()
+    )
+    words = "backup writes host pages, and full is a space of the device"
+    refused(ledger, lambda: ledger.open_load(LoadKind.BACKUP, [here]), words)
+    for kind in (LoadKind.HICACHE, LoadKind.TRANSFER, LoadKind.FORWARD):
+        words = f"{kind.value} writes device pages, and host.full is a space of the host"
+        refused(ledger, lambda kind=kind: ledger.open_load(kind, [there]), words)  # type: ignore[misc]
+    for kind, extent in ((LoadKind.HICACHE, here), (LoadKind.BACKUP, there)):
+        load = ledger.open_load(kind, [extent])
+        ledger.layer_landed(load, LAYERS)
+        ledger.end_load(load)
+    here, there = (ledger.extent(name, [0]) for name in ("full", "host.full"))
+    for consumer in Consumer:
+        mine, other = (there, here) if consumer is Consumer.LOAD else (here, there)
+        refused(ledger, lambda c=consumer, e=other: ledger.request(c, [e]), f"{consumer.value} reads ")  # type: ignore[misc]
+        ticket = ledger.request(consumer, [mine])
+        refused(ledger, lambda t=ticket, e=other: ledger.extend(t, [e]), f"{consumer.value} reads ")  # type: ignore[misc]
+        ledger.release(ticket)
+
+
 def test_what_does_not_exist_is_named(ledger: Ledger) -> None:
     refused(ledger, lambda: ledger.extent("full", [0], ["c8_kv"]), "has pools .*c4_kv.*asked are .*c8_kv")
     refused(ledger, lambda: ledger.extent("full", [0], []), "asked are")
