@@ -15,7 +15,8 @@ from dsv4ctl.controlplane.rooms.states import ABORTS, LIVE, TERMINAL, AbortSourc
 class Writer(Half):
     """Source pages are released once every peer has all bytes, or the room is aborted and nothing is in flight.
 
-    Those of a poisoned room never are: the write of which nobody knows may still read them until this process is fenced.
+    Those of a poisoned room never are: the write of which nobody knows may still read them until its process is
+    fenced.
     `peers` are the reading ranks; each is an ack target of its own.
     """
 
