@@ -66,6 +66,7 @@ def quiesce(agent: SmallAgent) -> None:
 )
 @pytest.mark.parametrize("source", ["control plane", "engine", "peer"])
 def test_an_abort_in_any_state_is_acked_once_and_releases_once(role: Role, state: RoomState, source: str) -> None:
+    """Reports 10 and 17."""
     agent = SmallAgent(role)
     reach(agent, state)
     assert agent.reported()[-1] is state

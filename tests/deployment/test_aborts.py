@@ -81,6 +81,7 @@ async def test_eighty_rooms_aborted_at_once_three_times_leave_nothing(
     end: Callable[[Client, Callable[[], None]], Awaitable[None]],
     record_property: Callable[[str, object], None],
 ) -> None:
+    """Reports 9 and 21."""
     async with deployment.client() as client:
         seconds = [await aborted_wave(client, 1000 * wave, end) for wave in range(WAVES)]
         record_property("seconds", seconds)
@@ -143,7 +144,7 @@ async def aborted_from(client: Client, rid: str, ids: list[int], new: int, wante
 
 
 async def test_an_abort_in_every_state_ends_the_room_on_both_sides(deployment: Deployment) -> None:
-    """States that last milliseconds are tried for until the abort has found the room in each of them."""
+    """States that last milliseconds are tried for until the abort has found the room in each of them. Report 10."""
     missing, tries = set(STATES), 0
     async with deployment.client() as client:
         # Company: chunks and digests take longer, so that the short states can be met.
@@ -185,6 +186,7 @@ Way = Callable[[Client, int, str, Callable[[], None]], Awaitable[None]]
 async def test_every_way_to_abort_ends_a_decoding_room(
     deployment: Deployment, way: Way, source: str, stream: bool
 ) -> None:
+    """Report 37."""
     rid = f"{way.__name__}-{stream}-"
     replies: list[Reply] = []
     async with deployment.client() as client:

@@ -39,6 +39,7 @@ async def exit_code(client: Client) -> int:
 
 
 async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() -> None:
+    """Report 39."""
     with deployed(f"[deadlines]\ndrain = {BUDGET}\n") as deployment:
         async with deployment.client() as client:
             new = await tokens_for(client, STREAM_SECONDS)
@@ -82,6 +83,7 @@ async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() 
 
 
 async def test_what_is_left_at_the_deadline_is_aborted_and_named() -> None:
+    """Report 39."""
     with deployed() as deployment:
         async with deployment.client() as client:
             replies: list[Reply] = []

@@ -59,6 +59,7 @@ async def test_evicted_and_shared_prefixes_give_the_oracles_tokens() -> None:
 
 
 async def test_without_tickets_the_same_sessions_read_what_has_not_landed() -> None:
+    """Report 30."""
     off = ", ".join(f'"{name}"' for name in TICKETS)
     with deployed(**small(f'[unsafe]\noff = [{off}]\n[policies]\nintegrity = "off"\n')) as deployment:
         async with deployment.client() as client:

@@ -83,6 +83,7 @@ def deployment_of(unsafe: str = "") -> Any:
 
 
 async def test_pages_wait_for_the_writers_ack() -> None:
+    """Report 1: two prefill engines, one of them stopped in the middle of its writes."""
     with deployment_of() as deployment:
         async with deployment.client() as client:
             async with ack_held_back(client) as held:

@@ -174,7 +174,7 @@ ABORTS = [
 @pytest.mark.parametrize(("source", "status"), ABORTS)
 @pytest.mark.parametrize("stream", [False, True])
 async def test_abort_is_never_a_short_answer(source: AbortSource | None, status: int, stream: bool) -> None:
-    """Before the first byte a stream too still has a status of its own."""
+    """Before the first byte a stream too still has a status of its own. Report 37."""
     async with served([aborted(source)]) as client:
         response = await client.post("/generate", {"input_ids": [BOS], "stream": stream})
         error = (await response.json())["error"]
@@ -185,6 +185,7 @@ async def test_abort_is_never_a_short_answer(source: AbortSource | None, status:
 
 
 async def test_abort_in_mid_answer_is_not_hidden_by_its_tokens() -> None:
+    """Report 37."""
     async with served([*tokens(b"partial"), aborted(AbortSource.INTEGRITY)]) as client:
         response = await client.post("/generate", {"input_ids": [BOS]})
     assert response.status == 500

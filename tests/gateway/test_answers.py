@@ -152,7 +152,7 @@ async def test_a_body_too_large_is_413(tmp_path: Path) -> None:
 
 
 async def test_an_engines_refusal_is_passed_on_and_its_room_aborted(tmp_path: Path) -> None:
-    """Too long a context: the engine counts tokens, its words reach the client unchanged."""
+    """Too long a context: the engine counts tokens, its words reach the client unchanged. Report 36."""
     async with stage(pair_config(tmp_path)) as running:
         with pytest.raises(openai.BadRequestError) as refused:
             async with _client(running) as client:

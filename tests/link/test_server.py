@@ -112,6 +112,7 @@ async def test_frames_sent_along_with_hello_are_not_lost(tmp_path: Path) -> None
 
 
 async def test_malformed_frames_are_counted_and_survived(tmp_path: Path) -> None:
+    """Report 20: at the control plane."""
     async with _welcomed(tmp_path) as (owner, stream):
         unknown = msgspec.msgpack.encode({"type": "NoSuchFrame"})
         for body in (b"\xc1", unknown, msgspec.msgpack.encode({"type": "Received", "seq": "x"})):

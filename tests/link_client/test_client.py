@@ -131,7 +131,7 @@ def test_nobody_there_and_nobody_answering_are_os_errors(plane: ControlPlane, tm
 
 
 def test_a_bad_frame_is_reported_and_the_next_one_still_arrives(plane: ControlPlane) -> None:
-    """sglang#30301: the thread must outlive what it does not understand."""
+    """sglang#30301: the thread must outlive what it does not understand. Report 20."""
     rank = connected(plane)
     unknown = msgspec.msgpack.encode({"type": "Nonsense"})
     deep = msgspec.msgpack.encode({"type": "SetGuards", "off": []})[:-1] + b"\x91" * 50_000 + b"\x90"

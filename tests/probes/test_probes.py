@@ -35,7 +35,10 @@ async def _quiet_on_both_sides(running: Stage, source: str) -> None:
 async def test_a_failing_leg_answers_the_client_and_ends_its_sibling(
     tmp_path: Path, failing: str, waiting: str
 ) -> None:
-    """Probes A and B. The clock runs from the leg's failure: it answers at once, its sibling never would."""
+    """Probes A and B. The clock runs from the leg's failure: it answers at once, its sibling never would.
+
+    Reports 12 and 38.
+    """
     async with stage(pair_config(tmp_path)) as running:
         body = ask(**{failing: {"status": 500}, waiting: {"silent": True}})
         began = time.monotonic()
@@ -50,7 +53,7 @@ async def test_a_failing_leg_answers_the_client_and_ends_its_sibling(
 
 @pytest.mark.parametrize("streaming", [True, False])
 async def test_a_client_that_leaves_aborts_the_room_on_both_sides(tmp_path: Path, streaming: bool) -> None:
-    """Probe C, while prefill computes."""
+    """Probe C, while prefill computes. Reports 9, 14 and 15: decode has not begun."""
     async with stage(pair_config(tmp_path)) as running:
         async with aiohttp.ClientSession() as client:
             body = ask(prefill={"silent": True}, decode={"silent": True}, stream=streaming)
@@ -91,7 +94,7 @@ async def test_decode_dying_mid_stream_is_an_error_event_and_no_done(tmp_path: P
 
 @pytest.mark.parametrize("closes_first", [False, True])
 async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Path, closes_first: bool) -> None:
-    """Probe E: SIGTERM during a stream, its room still open or closed already."""
+    """Probe E: SIGTERM during a stream, its room still open or closed already. Report 39."""
     async with stage(pair_config(tmp_path)) as running:
         decode = {"tokens": 20, "interval": 0.05, "closes_first": closes_first}
         async with streaming(running, ask(decode=decode)) as answer:
@@ -109,7 +112,7 @@ async def test_a_drain_finishes_the_stream_and_refuses_what_is_new(tmp_path: Pat
 
 
 async def test_a_wedged_engine_is_found_while_it_answers_health(tmp_path: Path) -> None:
-    """Probe F: verdict with its cause, evidence, rooms aborted, engine restarted and serving again."""
+    """Probe F: verdict with its cause, evidence, rooms aborted, engine restarted and serving again. Report 25."""
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(wedge=1.0, ack=1.0, fence=2.0))
     async with stage(config) as running:
         wedged = running.ranks["decode0"]
@@ -128,7 +131,7 @@ async def test_a_wedged_engine_is_found_while_it_answers_health(tmp_path: Path) 
 
 
 async def test_the_right_leg_is_blamed_and_recovery_is_immediate(tmp_path: Path) -> None:
-    """Probe G: decode answers 503 thirty times, then is well again."""
+    """Probe G: decode answers 503 thirty times, then is well again. Report 41."""
     async with stage(pair_config(tmp_path)) as running:
         for _ in range(30):
             status, _, answer = await post(running, "/generate", ask(decode={"status": 503}))

@@ -52,6 +52,7 @@ def test_ranks_give_the_tokens_of_one(number: int) -> None:
 
 
 def test_an_abort_that_one_rank_saw_ends_the_room_on_both(two: Ranks) -> None:
+    """Report 23."""
     key, outputs = two.ask(prompt(1, 600), 200)
     two.until("decoding", lambda: bool(two.engines[1]._loop.decoding))
     two.engines[1]._agent.abort(key, AbortSource.DEADLINE, "this rank's clock ran out")
@@ -63,7 +64,7 @@ def test_an_abort_that_one_rank_saw_ends_the_room_on_both(two: Ranks) -> None:
 
 
 def test_a_load_that_failed_on_one_rank_is_forgotten_by_both(two: Ranks) -> None:
-    """A stale byte in one rank's host copy: its digest says so, and no rank keeps what it was to fill."""
+    """A stale byte in one rank's host copy: its digest says so, and no rank keeps what it was to fill. Report 24."""
     shared = prompt(1, 4 * 256)
     two.answer(two.ask(shared + prompt(2, 10), 1)[1])
     two.answer(two.ask(prompt(9, 20 * 256), 1)[1])
@@ -98,7 +99,10 @@ def test_waves_of_aborts_seen_in_different_order(two: Ranks) -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_without_agreement_the_ranks_part() -> None:
-    """The same one-sided abort, each rank acting on what it knows: one leaves the batch, the other waits for it."""
+    """The same one-sided abort, each rank acting on what it knows: one leaves the batch, the other waits for it.
+
+    Reports 23 and 24.
+    """
     ranks = Ranks(config(2), ("rank_agreement",), timeout=3.0)
     try:
         key, _ = ranks.ask(prompt(1, 600), 200)

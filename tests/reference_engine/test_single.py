@@ -64,7 +64,10 @@ def test_two_requests_of_one_batch_share_a_prefix_that_is_still_loading(single: 
 
 
 def test_a_stale_host_page_is_refused_and_a_fresh_room_recomputes_it(single: Single, oracle: Oracle) -> None:
-    """The digest travels with the page: what a load brings is compared with what was sealed, before it is read."""
+    """The digest travels with the page: what a load brings is compared with what was sealed, before it is read.
+
+    Report 31, in bytes.
+    """
     ids = prompt(1, 8 * 256) + prompt(2, 100)
     single.answer(single.ask(ids, 1)[1])
     single.answer(single.ask(prompt(9, 22 * 256), 1)[1])

@@ -179,7 +179,7 @@ def late_resume(model: Model, ids: list[int], skip: tuple[str, str] | None) -> t
 
 @pytest.mark.parametrize("dtype", ["bf16", "fp8"])
 def test_bytes_that_land_at_their_gate_are_in_time_and_without_it_are_not(dtype: str) -> None:
-    """Each gate stands before the first read of its bytes, and each one is needed."""
+    """Each gate stands before the first read of its bytes, and each one is needed. Report 30."""
     model, ids = oracle(dtype).model, prompt(900, 8)
     want = oracle(dtype).generate(ids, NEW_TOKENS).tokens
     tokens, log = late_resume(model, ids, skip=None)

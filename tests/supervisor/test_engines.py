@@ -219,6 +219,7 @@ async def test_an_engine_resumed_while_it_ends_begins_again(tmp_path: Path) -> N
 
 
 async def test_a_drain_that_runs_out_names_and_aborts_what_is_left(tmp_path: Path) -> None:
+    """Report 39."""
     async with staged(pair_config(tmp_path), _children) as running:
         answers: list[tuple[int, str]] = []
 

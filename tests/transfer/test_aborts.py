@@ -78,6 +78,7 @@ def _in_the_middle(prefill: Rank, decode: Rank, key: RoomKey = KEY) -> None:
 def test_pages_wait_for_the_writes_in_flight(
     slow: Rank, decode: Rank, let_go: threading.Event, by_decode: bool
 ) -> None:
+    """Report 1, over real NIXL."""
     _in_the_middle(slow, decode)
     (decode if by_decode else slow).agent.abort(KEY, AbortSource.CLIENT, "client left")
     slow.wait(RoomState.QUIESCING)
@@ -112,6 +113,7 @@ def test_eighty_rooms_aborted_at_once_end_on_both_sides(slow: Rank, decode: Rank
 
 
 def test_an_ack_of_an_older_generation_frees_nothing(slow: Rank, decode: Rank, let_go: threading.Event) -> None:
+    """Report 4, over real NIXL."""
     newer = KEY._replace(generation=2)
     _in_the_middle(slow, decode, newer)
     decode.agent.abort(newer, AbortSource.CLIENT, "client left")
@@ -132,6 +134,7 @@ def test_a_notification_of_an_ended_room_is_counted(slow: Rank, decode: Rank, le
 
 
 def test_a_write_without_a_known_end_poisons_its_room() -> None:
+    """Report 2."""
     with (
         Rank(Role.PREFILL, "P", ack_seconds=0.1, make_transport=Failing) as prefill,
         Rank(Role.DECODE, "D") as decode,
@@ -194,6 +197,7 @@ def test_a_lost_connection_takes_no_room_with_it(slow: Rank, decode: Rank, let_g
 def test_malformed_frames_are_counted_and_the_next_room_works(
     slow: Rank, decode: Rank, let_go: threading.Event
 ) -> None:
+    """Report 20: between ranks."""
     let_go.set()
     with socket.create_connection(("127.0.0.1", slow.transfer.bootstrap_port), LIMIT) as line:
         line.sendall(encode(decode.transfer.hello()))

@@ -128,6 +128,7 @@ def test_a_failed_load_of_the_source_ends_the_room_on_both_sides(prefill: Rank, 
 
 
 def test_prompts_that_differ_are_refused(prefill: Rank, decode: Rank) -> None:
+    """Report 36: the transferred length is the expected one."""
     prefill.open("D")
     decode.expect(decode.open("P"), 601, prefill.transfer.bootstrap_port)
     prefill.send(prefill.computed(600), 600)
