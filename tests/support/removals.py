@@ -117,6 +117,17 @@ def tombstone(patch: Patch) -> None:
     patch.setattr(RoomTable, "bury", lambda self, key, until: None)
 
 
+def answer_for_unknown_rooms(patch: Patch) -> None:
+    """A writer answers for rooms that live."""
+    plain = Agent.peer_abort
+
+    def peer_abort(self: Agent, key: RoomKey, peer: str, source: AbortSource, reason: str) -> None:
+        if self.current(key.room) == key:
+            plain(self, key, peer, source, reason)
+
+    patch.setattr(Agent, "peer_abort", peer_abort)
+
+
 def abort_in_every_state(patch: Patch) -> None:
     """An abort reaches what runs, not what still waits for its peer or its pages."""
     for half, running in ((Reader, {RoomState.DECODING}), (Writer, {RoomState.LOADING, RoomState.SENDING})):
@@ -401,7 +412,15 @@ REMOVALS: dict[str, Remove] = {
     function.__name__: function
     for function in (
         *(hold_until_acked, ack_every_peer, ack_when_quiet, landed_is_quiet, generation, ended_generations),
-        *(tombstone, abort_in_every_state, tell_peer, tell_every_rank, resend, once_and_in_order),
+        *(
+            tombstone,
+            answer_for_unknown_rooms,
+            abort_in_every_state,
+            tell_peer,
+            tell_every_rank,
+            resend,
+            once_and_in_order,
+        ),
         *(
             no_work_once_aborting,
             first_reason,
