@@ -17,8 +17,6 @@ from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.geometry import SPACES
 
-HOST = "host."
-
 
 @dataclass(eq=False, slots=True)
 class Node:

@@ -30,13 +30,13 @@ from dsv4ctl.controlplane.link.wire import (
 from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.types import Consumer, Guard, SpaceSpec
+from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, SpaceSpec
 from dsv4ctl.controlplane.trace.format import Rank, page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
-from dsv4ctl.engine_adapters.reference.cache import HOST, PrefixCache
+from dsv4ctl.engine_adapters.reference.cache import PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
 from dsv4ctl.engine_adapters.reference.geometry import Geometry as ModelGeometry
 from dsv4ctl.engine_adapters.reference.geometry import pool_specs

@@ -6,9 +6,9 @@ from typing import Protocol
 
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind
+from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Extent, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
-from dsv4ctl.engine_adapters.reference.cache import HOST, Node, PrefixCache
+from dsv4ctl.engine_adapters.reference.cache import Node, PrefixCache
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page, fold_pages
 from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.geometry import SPACES

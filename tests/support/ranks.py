@@ -17,8 +17,8 @@ from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.reference.engine import Engine
 from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
-from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request, Token
-from single import DEADLINES
+from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request
+from single import DEADLINES, answer
 
 
 class Meeting:
@@ -107,13 +107,7 @@ class Ranks:
         return key, outputs
 
     def answer(self, outputs: queue.Queue[Output], deadline: float = 60.0) -> tuple[list[int], Finished]:
-        tokens: list[int] = []
-        while True:
-            match outputs.get(timeout=deadline):
-                case Token(token):
-                    tokens.append(token)
-                case Finished() as finished:
-                    return tokens, finished
+        return answer(outputs, deadline)
 
     def until(self, what: str, holds: Callable[[], bool], deadline: float = 60.0) -> None:
         end = time.monotonic() + deadline

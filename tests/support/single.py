@@ -20,6 +20,17 @@ from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request
 DEADLINES = msgspec.to_builtins(DeadlinesConfig())
 
 
+def answer(outputs: queue.Queue[Output], deadline: float = 60.0) -> tuple[list[int], Finished]:
+    """Every token of a request and how it ended; no output for `deadline` seconds fails the test."""
+    tokens: list[int] = []
+    while True:
+        match outputs.get(timeout=deadline):
+            case Token(token):
+                tokens.append(token)
+            case Finished() as finished:
+                return tokens, finished
+
+
 class Single:
     """`ask` submits a prompt, `answer` waits for its tokens. `deadline` bounds every wait (a hang fails the test)."""
 
@@ -43,13 +54,7 @@ class Single:
         return key, outputs
 
     def answer(self, outputs: queue.Queue[Output], deadline: float = 60.0) -> tuple[list[int], Finished]:
-        tokens: list[int] = []
-        while True:
-            match outputs.get(timeout=deadline):
-                case Token(token):
-                    tokens.append(token)
-                case Finished() as finished:
-                    return tokens, finished
+        return answer(outputs, deadline)
 
     def settle(self) -> None:
         """Returns once nothing of any request is held, and what was asked of the loop before is done."""
