@@ -14,7 +14,7 @@ from dsv4ctl.controlplane.incident.experiment import Experiment, Plan, steps
 from dsv4ctl.controlplane.incident.progress import Progress
 from dsv4ctl.controlplane.incident.report import Report, as_json, as_text
 from dsv4ctl.controlplane.incident.rows import UnknownRowError, full_rows, quick_rows, select
-from dsv4ctl.controlplane.incident.workload import Size
+from dsv4ctl.controlplane.incident.workload import QUICK_SIZE, Size
 
 QUICK_SESSIONS, FULL_SESSIONS = 16, 64
 
@@ -59,7 +59,7 @@ def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: 
         rows=chosen,
         sessions=sessions or (QUICK_SESSIONS if quick else FULL_SESSIONS),
         seed=seed,
-        size=Size(),
+        size=QUICK_SIZE if quick else Size(),
         cost=not quick and not names,
     )
     report = _run(plan)

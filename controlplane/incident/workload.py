@@ -21,6 +21,10 @@ class Size(NamedTuple):
     new_tokens: int = 6
 
 
+#: Short prompts: six rows in less than a minute.
+QUICK_SIZE = Size(prefix_pages=3, turn_tokens=(130, 200))
+
+
 class Turn(NamedTuple):
     """One request: its session, its round, and the prompt."""
 

@@ -11,12 +11,13 @@ import pytest
 
 from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import load
+from dsv4ctl.controlplane.incident.command import QUICK_SESSIONS
 from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS, device_pages, toml
 from dsv4ctl.controlplane.incident.evaluate import Asked, Expected, Measured, evaluate
 from dsv4ctl.controlplane.incident.progress import Progress, bar
 from dsv4ctl.controlplane.incident.report import Pacing, Report, as_json, as_text
 from dsv4ctl.controlplane.incident.rows import THERE, by_deployment, full_rows, quick_rows
-from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, Size
+from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, QUICK_SIZE, Size
 
 COST = {
     "on_to_off_landed": 0.97,
@@ -95,9 +96,8 @@ def test_every_deployment_s_file_is_a_valid_configuration(deployment: Any, tmp_p
         assert engine.reference.seed == 5
 
 
-@pytest.mark.parametrize("sessions", [MIN_SESSIONS, 16, 64])
-def test_the_device_holds_every_request_and_not_every_prefix(sessions: int) -> None:
-    size = Size()
+@pytest.mark.parametrize(("size", "sessions"), [(Size(), MIN_SESSIONS), (Size(), 64), (QUICK_SIZE, QUICK_SESSIONS)])
+def test_the_device_holds_every_request_and_not_every_prefix(size: Size, sessions: int) -> None:
     longest = size.prefix_pages * PAGE_TOKENS + size.rounds * (size.turn_tokens[1] + size.new_tokens)
     turns = size.rounds * size.turn_tokens[0] // PAGE_TOKENS
     every_prefix = sessions // 2 * size.prefix_pages + sessions * turns

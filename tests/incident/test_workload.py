@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, Size, conversations, victims
+import pytest
+
+from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, QUICK_SIZE, Size, conversations, victims
 
 SIZE = Size()
 ANSWER = (1,) * SIZE.new_tokens
@@ -32,10 +34,11 @@ def test_each_prompt_begins_with_the_one_before_and_its_answer() -> None:
         assert len(after) >= len(before) + len(ANSWER) + SIZE.turn_tokens[0]
 
 
-def test_prompts_are_4_to_14_pages_of_byte_tokens() -> None:
-    for conversation in conversations(1, 64, SIZE):
-        last = conversation.prompt([ANSWER] * (SIZE.rounds - 1))
-        assert 4 * PAGE_TOKENS < len(conversation.prompt([])) < len(last) < 14 * PAGE_TOKENS
+@pytest.mark.parametrize("size", [SIZE, QUICK_SIZE])
+def test_prompts_are_4_to_14_pages_of_byte_tokens(size: Size) -> None:
+    for conversation in conversations(1, 64, size):
+        last = conversation.prompt([ANSWER] * (size.rounds - 1))
+        assert 3 * PAGE_TOKENS < len(conversation.prompt([])) < len(last) < 14 * PAGE_TOKENS
         assert all(0 <= token < 256 for token in last)
 
 
