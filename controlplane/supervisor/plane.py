@@ -96,7 +96,7 @@ class SupervisedPlane:
                 if part is None:
                     begins[rank.incarnation] = begin
                     yield {**rank.fields(), "error": found["error"]}
-                elif part["next"] > begin:
+                elif part["next"] > begin or rank.incarnation not in begins:
                     begins[rank.incarnation] = part["next"]
                     unread = unread or part["more"]
                     yield {**rank.fields(), "identity": part["rank"], "events": part["events"]}

@@ -46,7 +46,7 @@ class Peers:
             first = access(rank, exposure.event, f"write from {names}", "transfer")
             found = self._reused(rank, page, first, event, edge)
         for write in page.writes:
-            if write.by in peers or write.by in rank.fenced or (exposure is not None and write.by in exposure.quiet):
+            if write.by in peers or (exposure is not None and write.by in exposure.quiet):
                 continue
             if write.end is None or write.end > rank.clock.get(write.by, -1):
                 writer = self._ranks[write.by]
@@ -175,7 +175,6 @@ class Peers:
             self.late_write(rank, exposure.reused, event, "transfer", pages)
 
     def _fenced(self, rank: RankState, event: Event, extents: Extents) -> None:
-        rank.fenced.add(event.who)
         for exposure in rank.exposures.values():
             exposure.settle(event.who)
 

@@ -7,7 +7,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 from enum import Enum
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 #: Events kept; the oldest go first.
 CAPACITY = 65_536
@@ -27,21 +27,20 @@ class TraceEvent(NamedTuple):
     note: Any
 
 
+class Record(Protocol):
+    """Keeps what it is given; `events` makes it readable."""
+
+    def __call__(
+        self, kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0
+    ) -> None: ...
+
+
 class Ring:
     """`record` may be called from any thread. The gate's calls come under its lock, in its order."""
 
     def __init__(self, clock_ns: Callable[[], int], capacity: int = CAPACITY) -> None:
-        self._clock_ns = clock_ns
         self._events: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-        self._append = self._events.append
-        self._number = itertools.count().__next__
-        self._thread = threading.get_ident
-
-    def record(
-        self, kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0
-    ) -> None:
-        """Keeps what it is given; `events` makes it readable. `append` and `copy` of a deque are atomic."""
-        self._append((self._number(), self._clock_ns(), self._thread(), kind, room, who, subject, where, note))
+        self.record: Record = _recorder(self._events.append, clock_ns)
 
     def events(self, begin: int = 0, limit: int = CAPACITY) -> list[TraceEvent]:
         """Up to `limit` of those from number `begin` on, in order and without a gap.
@@ -57,3 +56,16 @@ class Ring:
             name = threads.get(thread, f"thread-{thread}")
             found.append(TraceEvent(seq, at, name, kind, room, who.value if isinstance(who, Enum) else who, *rest))
         return found
+
+
+def _recorder(append: Callable[[tuple[Any, ...]], None], clock_ns: Callable[[], int]) -> Record:
+    """A closure: it is called several times a token, and attributes of an instance would be a third of its time.
+
+    `append` and `copy` of a deque, and the next number of a count, are atomic.
+    """
+    number, thread = itertools.count().__next__, threading.get_ident
+
+    def record(kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0) -> None:
+        append((number(), clock_ns(), thread(), kind, room, who, subject, where, note))
+
+    return record

@@ -140,7 +140,6 @@ class RankState:
     def __init__(self, rank: Rank) -> None:
         self.rank = rank
         self.clock: dict[str, int] = {}
-        self.fenced: set[str] = set()
         self.next_seq: int | None = None
         self.forget()
 

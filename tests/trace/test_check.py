@@ -317,13 +317,15 @@ def test_an_ack_for_another_room_orders_nothing() -> None:
     assert story.kinds() == ["reuse-before-quiescence"]
 
 
-def test_an_ack_that_does_not_cover_the_write_orders_nothing() -> None:
-    """D believes the ack; the clocks say that the write ended after it was sent."""
+@pytest.mark.parametrize("completed", [True, False])
+def test_an_ack_that_does_not_cover_the_write_orders_nothing(completed: bool) -> None:
+    """D believes the ack; the clocks say that the write ended after it was sent, or not at all."""
     story = Story(D, P)
     story.exposed(1, 4, generation=2)
     story.tell("sent", D, on=P, room=ROOM, note="ack:quiet")
     story.write(9, 4)
-    story.complete(9)
+    if completed:
+        story.complete(9)
     story.tell("received", P, on=D, room=ROOM, note="ack:quiet")
     story.ended(1, 4, generation=2, kind="transfer")
     story.allocate(4)

@@ -34,8 +34,8 @@ def test_nothing_is_received_before_it_is_sent() -> None:
 
 
 def test_a_notification_rides_on_its_write() -> None:
-    wrote, landed = [event(0, 100, "write", "D", "chunk 3")], [event(0, 1, "received", "P", "chunk 3")]
-    assert order({"D": landed, "P": wrote}) == ["P0", "D0"]
+    wrote, landed = [event(0, 100, "write", "D", "chunk 3"), event(1, 101)], [event(0, 1, "received", "P", "chunk 3")]
+    assert order({"D": landed, "P": wrote}) == ["P0", "D0", "P1"]
 
 
 def test_a_frame_whose_sending_was_not_recorded_is_not_waited_for_for_ever() -> None:
