@@ -67,4 +67,4 @@ def choose_variant(page_bytes: int, sms_are_free: bool = True) -> Variant:
     return "kernel" if sms_are_free and page_bytes < ENGINE_FROM_BYTES else "engine"
 
 
-ENGINE_FROM_BYTES = 1 << 20
+ENGINE_FROM_BYTES = 1 << 17

@@ -72,11 +72,12 @@ class Shape:
     warps: int
 
 
-def default_shape(words: int) -> Shape:
+def default_shape(words: int, items: int) -> Shape:
     """Shapes measured best on an H200 (docs/kernels.md)."""
-    if words & (words - 1) == 0 and words <= 2048:
-        return Shape(words, 1, 8, 8 if words >= 1024 else 4)
-    return Shape(256, 5, 16, 2)
+    if words <= 2048:
+        block = triton.next_power_of_2(words)
+        return Shape(block, 1, 16, 2 if words == block and words > 1024 else 1)
+    return Shape(256, 5, 16, 2) if items >= 8192 else Shape(2048, 1, 8, 8)
 
 
 def digest_pages_triton(
@@ -95,7 +96,7 @@ def digest_pages_triton(
     layers, _, page_bytes = source.shape
     digest.check_pages(2, page_bytes)
     words, count = page_bytes // 8, pages.shape[0]
-    shape = shape or default_shape(words)
+    shape = shape or default_shape(words, layers * count)
     out = torch.empty(layers, count, dtype=torch.int64, device=source.device)
     items = layers * count
     grid = (min(items, max(1, multiprocessors(source.device) - reserved_sms) * shape.programs),)

@@ -6,8 +6,6 @@ Rounding is done by hand, to nearest even, as torch and the GPU do; Triton's int
 
 from __future__ import annotations
 
-import functools
-
 import torch
 import triton
 import triton.language as tl
@@ -23,7 +21,6 @@ def _rotated(
     norm_ptr,
     cos_sin_ptr,
     positions_ptr,
-    matrix_ptr,
     epsilon,
     scale: tl.constexpr,
     dim: tl.constexpr,
@@ -43,9 +40,18 @@ def _rotated(
     sin = tl.load(angles + 1, mask=turned, other=0.0)
     first, second = tl.split(tl.reshape(x, (block, half, 2)))
     x = tl.reshape(tl.join(first * cos - second * sin, first * sin + second * cos), (block, dim))
-    matrix = tl.load(matrix_ptr + d[:, None] * dim + d[None, :])
-    # The matrix is +-1 (exact in tf32), and three tf32 products keep the fp32 of x: sums as in fp32, on tensor cores.
-    return tl.dot(x, matrix, input_precision="tf32x3", out_dtype=tl.float32) * scale
+    for power in tl.static_range(7):
+        x = _butterflies(x, block, dim, 1 << power)
+    return x * scale
+
+
+@triton.jit
+def _butterflies(x, block: tl.constexpr, dim: tl.constexpr, apart: tl.constexpr):
+    """(a, b) -> (a + b, a - b) for elements `apart` apart: one of the seven factors of the Hadamard matrix."""
+    pairs = tl.permute(tl.reshape(x, (block, dim // (2 * apart), 2, apart)), (0, 1, 3, 2))
+    first, second = tl.split(pairs)
+    pairs = tl.join(first + second, first - second)
+    return tl.reshape(tl.permute(pairs, (0, 1, 3, 2)), (block, dim))
 
 
 @triton.jit
@@ -60,7 +66,7 @@ def _to_e4m3_grid(x):
 
 @triton.jit
 def _store(
-    rows_ptr, slots_ptr, keys_ptr, scales_ptr, norm_ptr, cos_sin_ptr, positions_ptr, matrix_ptr, epsilon, count,
+    rows_ptr, slots_ptr, keys_ptr, scales_ptr, norm_ptr, cos_sin_ptr, positions_ptr, epsilon, count,
     row_stride, block: tl.constexpr, dim: tl.constexpr, rope_at: tl.constexpr, page_keys: tl.constexpr,
     page_stride: tl.constexpr, scale_stride: tl.constexpr, fp8: tl.constexpr, fused: tl.constexpr,
     fp8_max: tl.constexpr, rotation_scale: tl.constexpr,
@@ -71,9 +77,7 @@ def _store(
     x = tl.load(rows_ptr + (at.to(tl.int64) * row_stride)[:, None] + d[None, :], mask=mask[:, None], other=0.0)
     x = x.to(tl.float32)
     if fused:
-        x = _rotated(
-            x, at, mask, norm_ptr, cos_sin_ptr, positions_ptr, matrix_ptr, epsilon, rotation_scale, dim, rope_at
-        )
+        x = _rotated(x, at, mask, norm_ptr, cos_sin_ptr, positions_ptr, epsilon, rotation_scale, dim, rope_at)
     slot = tl.load(slots_ptr + at, mask=mask, other=-1).to(tl.int64)
     written = slot >= 0
     page, line = slot // page_keys, slot % page_keys
@@ -90,11 +94,6 @@ def _store(
         tl.store(target, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=written[:, None])
 
 
-@functools.lru_cache(maxsize=8)
-def _matrix(device: torch.device) -> torch.Tensor:
-    return index_k.hadamard().sign().to(device)
-
-
 def _launch(
     pages: torch.Tensor,
     slots: torch.Tensor,
@@ -107,9 +106,9 @@ def _launch(
 ) -> None:
     fp8 = index_k.layout_of(pages.shape[1]) == "fp8"
     keys = pages.view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
-    block = 32 if fused else 16
+    block = 16
     _store[(triton.cdiv(rows.shape[0], block),)](
-        rows, slots, keys, pages.view(torch.float32), norm, cos_sin, positions, _matrix(rows.device), epsilon,
+        rows, slots, keys, pages.view(torch.float32), norm, cos_sin, positions, epsilon,
         rows.shape[0], rows.stride(0), block=block, dim=index_k.DIM, rope_at=index_k.ROPE_AT, page_keys=index_k.KEYS,
         page_stride=keys.shape[1], scale_stride=pages.shape[1] // 4, fp8=fp8, fused=fused, fp8_max=index_k.FP8_MAX,
         rotation_scale=index_k.DIM**-0.5,        num_warps=4,

@@ -15,21 +15,22 @@ import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import index_k
-from dsv4ctl.kernels.device import multiprocessors, on_gpu
+from dsv4ctl.kernels.device import on_gpu
 from dsv4ctl.kernels.logits import HEADS, QueryBlocks
+from dsv4ctl.kernels.resident import resident_grid
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: keys a step, steps a work item, grid programs a multiprocessor, warps, pipeline stages."""
+    """Launch shape: keys a step, steps a work item, warps, pipeline stages, most registers a thread."""
 
     block: int
     steps: int
-    programs: int
     warps: int
     stages: int
+    registers: int
 
 
 @triton.jit
@@ -51,6 +52,14 @@ def _run(
     """Logits of one query block over keys start..end-1, at most run_pages pages, start at a page's first key."""
     first, count, sequence = _block(query_block, first_ptr, count_ptr, sequence_ptr, rows, regular)
     table = table_ptr + sequence.to(tl.int64) * table_stride
+    row = tl.arange(0, rows)
+    lengths = tl.load(lengths_ptr + first + row, mask=row < count, other=0)
+    column = tl.arange(0, rows * heads)
+    query = tl.minimum(column // heads, count - 1) + first
+    d = tl.arange(0, dim)
+    q = tl.load(q_ptr + (query.to(tl.int64) * heads + column % heads)[None, :] * dim + d[:, None])
+    weights = tl.load(weights_ptr + query.to(tl.int64) * heads + column % heads)
+    outs = out_ptr + (first + row).to(tl.int64) * out_stride
     stop = end
     if tickets:
         logical = start // page_keys + tl.arange(0, run_pages)
@@ -61,14 +70,6 @@ def _run(
             words_ptr, group_pages, failed_ptr + sequence, deadline, pages, expected, logical + 1, wanted, gpu
         )
         stop = tl.where(ready == 1, end, start)
-    row = tl.arange(0, rows)
-    lengths = tl.load(lengths_ptr + first + row, mask=row < count, other=0)
-    column = tl.arange(0, rows * heads)
-    query = tl.minimum(column // heads, count - 1) + first
-    d = tl.arange(0, dim)
-    q = tl.load(q_ptr + (query.to(tl.int64) * heads + column % heads)[None, :] * dim + d[:, None])
-    weights = tl.load(weights_ptr + query.to(tl.int64) * heads + column % heads)
-    outs = out_ptr + (first + row).to(tl.int64) * out_stride
     if not gpu:
         q = q.to(tl.float32)  # Triton's interpreter multiplies bf16 as if it were an integer
     elif q.dtype != keys_ptr.dtype.element_ty:
@@ -159,13 +160,15 @@ def _prefill(
             )  # fmt: skip
 
 
-def default_shape(fp8: bool, rows: int, prefill: bool) -> Shape:
-    """Shapes measured best on an H200 (docs/kernels.md)."""
-    if prefill:
-        return Shape(block=64, steps=64, programs=2, warps=4 if rows < 4 else 8, stages=3)
-    if fp8:
-        return Shape(block=128, steps=16, programs=4, warps=4, stages=3)
-    return Shape(block=64, steps=32, programs=4, warps=4, stages=3)
+# By (fp8 keys, queries a block), measured best on an H200 (docs/kernels.md).
+SHAPES = {
+    (False, 1): Shape(block=64, steps=64, warps=4, stages=2, registers=128),
+    (False, 2): Shape(block=128, steps=32, warps=8, stages=3, registers=128),
+    (False, 4): Shape(block=64, steps=64, warps=8, stages=3, registers=128),
+    (True, 1): Shape(block=128, steps=32, warps=4, stages=2, registers=128),
+    (True, 2): Shape(block=64, steps=64, warps=4, stages=3, registers=128),
+    (True, 4): Shape(block=64, steps=64, warps=8, stages=3, registers=128),
+}
 
 
 def paged_logits_triton(
@@ -184,18 +187,19 @@ def paged_logits_triton(
 ) -> None:
     """As `paged_logits_reference`; with tickets, the wait is bounded and a page that never lands gives NaN."""
     fp8 = index_k.layout_of(pages.shape[1]) == "fp8"
-    shape = shape or default_shape(fp8, blocks.rows, prefill)
+    shape = shape or SHAPES[fp8, min(blocks.rows, 4)]
     if shape.block not in (index_k.KEYS, 2 * index_k.KEYS):
         raise ValueError(f"a step of {shape.block} keys: one or two pages expected")
     keys = pages.view(torch.float8_e4m3fn if fp8 else torch.bfloat16)
     scales = pages.view(torch.float32) if fp8 else weights
     number = blocks.first.shape[0]
-    grid = (max(1, multiprocessors(q.device) - reserved_sms) * shape.programs,)
-    (_prefill if prefill else _decode)[grid](
+    resident_grid(
+        _prefill if prefill else _decode, q.device, reserved_sms,
         q, weights, keys, scales, table, lengths, blocks.first, blocks.count, blocks.sequence, out,
         *ticket_arguments(tickets, lengths), table.stride(0), out.stride(0), number, out.shape[1],
         width=1 if prefill else triton.next_power_of_2(number), steps=shape.steps, rows=blocks.rows, heads=HEADS,
         dim=index_k.DIM, page_keys=index_k.KEYS, page_stride=keys.shape[1], scale_stride=pages.shape[1] // 4,
         block=shape.block, run_pages=shape.steps * shape.block // index_k.KEYS, fp8=fp8, regular=blocks.regular,
         tickets=tickets is not None, gpu=on_gpu(q), num_warps=shape.warps, num_stages=shape.stages,
+        maxnreg=shape.registers,
     )  # fmt: skip

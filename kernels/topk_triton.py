@@ -20,7 +20,6 @@ import triton.language as tl
 from dsv4ctl.kernels import index_k
 
 NEVER = tl.constexpr(-(1 << 31))
-_SAMPLE = 4096
 
 
 @dataclass(frozen=True)
@@ -29,8 +28,8 @@ class Shape:
 
     sample_warps: int = 8
     filter_warps: int = 4
-    lines: int = 128
-    turns: int = 4
+    lines: int = 256
+    turns: int = 1
     select_warps: int = 8
 
 
@@ -67,14 +66,23 @@ def _kth(values, k, low_bits: tl.constexpr):
 
 
 @triton.jit
-def _sample(logits_ptr, lengths_ptr, thresholds_ptr, stride, target, sample: tl.constexpr, capacity: tl.constexpr):
+def _sample(
+    logits_ptr,
+    lengths_ptr,
+    thresholds_ptr,
+    stride,
+    target,
+    sample: tl.constexpr,
+    capacity: tl.constexpr,
+):
     row = tl.program_id(0)
     length = tl.load(lengths_ptr + row)
     if length > capacity:
         index = (tl.arange(0, sample).to(tl.int64) * length) // sample
         values = _ordered(tl.load(logits_ptr + row.to(tl.int64) * stride + index))
         rank = tl.cdiv(target * sample, length)
-        tl.store(thresholds_ptr + row, tl.maximum(_kth(values, rank, 6), NEVER + 1))
+        found = _kth(values, rank, 6)
+        tl.store(thresholds_ptr + row, tl.maximum(found, NEVER + 1))
 
 
 @triton.jit
@@ -214,8 +222,16 @@ def topk_slots_triton(
         bits = torch.empty(rows, words, dtype=torch.int32, device=logits.device)
         indices = torch.empty(rows, capacity, dtype=torch.int32, device=logits.device)
         target = k + 3 * capacity // 8
+        sample = 2048 if columns <= 1 << 17 else 4096
         _sample[(rows,)](
-            logits, lengths, thresholds, stride, target, sample=_SAMPLE, capacity=capacity, num_warps=SHAPE.sample_warps
+            logits,
+            lengths,
+            thresholds,
+            stride,
+            target,
+            sample=sample,
+            capacity=capacity,
+            num_warps=SHAPE.sample_warps,
         )
         _filter[(rows, triton.cdiv(words, SHAPE.lines * SHAPE.turns))](
             logits, lengths, thresholds, bits, stride, words, lines=SHAPE.lines, turns=SHAPE.turns, capacity=capacity,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 import triton
+from triton.errors import TritonError
 
 from dsv4ctl.kernels import index_k
 
@@ -63,7 +64,7 @@ class Report:
         try:
             run(self)
             torch.cuda.synchronize()
-        except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError) as error:
+        except (RuntimeError, ValueError, AssertionError, TypeError, AttributeError, TritonError) as error:
             self.note(f"{name}: {type(error).__name__}: {str(error)[:1500]}")
         self.seconds[name] = round(time.monotonic() - began, 1)
         torch.cuda.empty_cache()

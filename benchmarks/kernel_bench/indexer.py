@@ -7,6 +7,7 @@ import itertools
 import time
 
 import torch
+from triton.errors import TritonError
 
 from dsv4ctl.kernels import index_k, ops, topk_triton
 from dsv4ctl.kernels.logits import query_blocks
@@ -17,15 +18,17 @@ from kernel_bench.harness import Report, Row, decode_inputs, events_us, graph_us
 POOL_KEYS = 1 << 24
 DECODE = ((1, 16), (1, 64), (1, 256), (4, 64), (4, 256), (16, 16), (16, 64), (16, 256), (64, 16), (64, 64), (64, 256))
 TUNED = {
-    "bf16": [
-        Shape(64, 32, 4, 4, 2), Shape(64, 32, 4, 4, 3), Shape(64, 32, 3, 4, 3), Shape(64, 32, 3, 4, 4),
-        Shape(64, 64, 4, 4, 3), Shape(128, 16, 2, 4, 2), Shape(128, 16, 2, 4, 3), Shape(128, 16, 3, 4, 2),
-        Shape(64, 32, 5, 4, 2), Shape(128, 16, 2, 8, 3),
+    1: [
+        Shape(64, 64, 4, 3, 128), Shape(64, 32, 4, 3, 128), Shape(128, 16, 4, 3, 128), Shape(128, 32, 4, 3, 128),
+        Shape(128, 32, 4, 2, 128), Shape(128, 16, 8, 3, 128), Shape(128, 16, 4, 4, 168),
     ],
-    "fp8": [
-        Shape(128, 16, 4, 4, 2), Shape(128, 16, 4, 4, 3), Shape(128, 16, 3, 4, 3), Shape(128, 16, 3, 4, 4),
-        Shape(64, 32, 5, 4, 3), Shape(64, 32, 6, 4, 3), Shape(64, 32, 4, 4, 4), Shape(128, 16, 2, 8, 4),
-        Shape(128, 32, 4, 4, 3), Shape(128, 16, 5, 4, 2),
+    2: [
+        Shape(64, 64, 4, 3, 168), Shape(64, 64, 4, 3, 128), Shape(128, 32, 8, 3, 128), Shape(128, 32, 8, 2, 128),
+        Shape(64, 64, 8, 3, 80), Shape(64, 64, 4, 2, 128), Shape(128, 32, 4, 3, 255),
+    ],
+    4: [
+        Shape(64, 64, 8, 3, 128), Shape(128, 32, 8, 3, 255), Shape(64, 64, 8, 2, 128), Shape(64, 64, 4, 3, 255),
+        Shape(128, 32, 8, 2, 168),
     ],
 }  # fmt: skip
 
@@ -48,7 +51,7 @@ def tune(report: Report) -> None:
         pool = key_pool(POOL_KEYS, dtype)
         data = decode_inputs(64, 262144, queries, pool.shape[0])
         small = [decode_inputs(4, 65536, queries, pool.shape[0]) for _ in range(8)]
-        for shape in TUNED[dtype]:
+        for shape in TUNED[queries]:
             if time.monotonic() > report.deadline:
                 return
             try:
@@ -56,11 +59,16 @@ def tune(report: Report) -> None:
                 few = query_blocks([queries] * 4, queries, "cuda")
                 took = graph_us([lambda: _call(data, pool, blocks, dtype, shape)] * 2, 3)
                 quick = graph_us([lambda one=one: _call(one, pool, few, dtype, shape) for one in small], 3)
-            except (RuntimeError, ValueError, AssertionError) as error:  # a shape that does not fit the card
+            except (
+                RuntimeError,
+                ValueError,
+                AssertionError,
+                TritonError,
+            ) as error:  # a shape that does not fit the card
                 report.note(f"{dtype} {shape}: {str(error)[:120]}")
                 continue
             floor, _ = _floor_us(report, dtype, 64, 262144, queries)
-            name = f"{dtype} {queries} q, {shape.block}/{shape.steps}/{shape.programs}/{shape.warps}/{shape.stages}"
+            name = f"{dtype} {queries} q, {shape.block}/{shape.steps}/{shape.warps}/{shape.stages}/{shape.registers}"
             report.add(
                 Row("tune", name, "64 x 256K; 4 x 64K", took, "us", "floor", floor / took, note=f"{quick:.1f} us")
             )
@@ -137,20 +145,20 @@ def prefill(report: Report) -> None:
         data = decode_inputs(1, 65536, 4096, pool.shape[0])
         data.lengths.copy_(torch.arange(65536 - 1024, 65536, device="cuda").repeat_interleave(4) + 1)
         flops = float(data.lengths.sum()) * 64 * 128 * 2
-        for rows, warps, stages, block, programs in (
-            (4, 8, 3, 64, 1), (4, 8, 3, 64, 2), (4, 8, 4, 64, 1), (4, 4, 3, 64, 1), (2, 4, 3, 64, 3), (2, 4, 3, 128, 2),
-            (2, 4, 4, 128, 1), (4, 8, 3, 128, 1), (8, 8, 3, 64, 1),
+        for rows, warps, stages, block, registers in (
+            (4, 8, 3, 64, 128), (4, 8, 2, 64, 128), (2, 4, 3, 64, 168), (2, 4, 3, 128, 255), (4, 8, 3, 128, 255),
+            (2, 4, 3, 64, 128),
         ):  # fmt: skip
             blocks = query_blocks([4096], rows, "cuda")
-            shape = Shape(block, 4096 // block, programs, warps, stages)
+            shape = Shape(block, 4096 // block, warps, stages, registers)
             try:
                 took = events_us(lambda: _call(data, pool, blocks, dtype, shape, prefill=True), repeats=3)
-            except (RuntimeError, ValueError, AssertionError) as error:
+            except (RuntimeError, ValueError, AssertionError, TritonError) as error:
                 report.note(f"prefill {dtype} {rows} {shape}: {str(error)[:120]}")
                 continue
             rate = flops / took / 1e6
             ratio = rate / report.floors[f"{dtype}_tflops"]
-            name = f"prefill {dtype}, {rows} rows, {block}/{programs}/{warps}/{stages}"
+            name = f"prefill {dtype}, {rows} rows, {block}/{warps}/{stages}/{registers}"
             report.add(Row("prefill", name, "4096 queries x 64K keys", rate, "TF/s", "matmul", ratio))
 
 

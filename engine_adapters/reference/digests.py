@@ -10,7 +10,8 @@ import torch
 
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, zero_invalid
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
-from dsv4ctl.kernels.digest import Digests, digest_numpy, digest_torch, fold
+from dsv4ctl.kernels import ops
+from dsv4ctl.kernels.digest import Digests, fold
 
 
 @dataclass(frozen=True)
@@ -50,7 +51,7 @@ def digest_pages(
     chosen = source[pages[0]][None] if len(pages) == 1 else source[torch.tensor(pages, dtype=torch.int64)]
     if valid_rows is not None and valid_rows != spec.rows:
         chosen = zero_invalid(spec, chosen.clone(), valid_rows)
-    return digest_numpy(chosen.numpy()) if chosen.device.type == "cpu" else digest_torch(chosen)
+    return ops.digest_pages(chosen)
 
 
 def digest_page(

@@ -24,7 +24,7 @@ from dsv4ctl.engine_adapters.reference.weights import (
     LayerWeights,
     make_weights,
 )
-from dsv4ctl.kernels import index_k, topk
+from dsv4ctl.kernels import index_k, ops
 
 NEVER = float("-inf")
 EPSILON = 1e-6
@@ -175,7 +175,7 @@ class Model:
         for block in chunk.query_blocks:
             logits = index_k.index_logits(query[block.queries], index_weight[block.queries], keys)
             logits[:, logits.shape[1] - own :] += chunk.hidden_4[block.queries]
-            chosen.append(topk.topk(logits, geometry.index_topk))
+            chosen.append(ops.topk_indices(logits, geometry.index_topk))
         return torch.cat(chosen)
 
     def _read_chosen(

@@ -6,7 +6,7 @@ from dsv4ctl.kernels.logits import causal_lengths, paged_logits_reference, query
 from dsv4ctl.kernels.logits_triton import Shape, paged_logits_triton
 from dsv4ctl.kernels.tickets import Tickets
 
-SMALL = Shape(block=64, steps=2, programs=1, warps=4, stages=2)
+SMALL = Shape(block=64, steps=2, warps=4, stages=2, registers=128)
 TABLE = torch.tensor([[3, 1, 0, 2], [4, 5, 6, 7]], dtype=torch.int32)
 LENGTHS = torch.tensor([70, 71, 130, 1, 2, 190, 200], dtype=torch.int32)
 UNTOUCHED = 7.0
