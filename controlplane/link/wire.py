@@ -212,7 +212,7 @@ class SetGuards(msgspec.Struct, tag=True, frozen=True):
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace`, `flush` (drop every cached page; error while busy)."""
+    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace N` (events from number N on), `flush` (drop every cached page)."""
 
     id: int
     what: str
