@@ -212,7 +212,7 @@ class SetGuards(msgspec.Struct, tag=True, frozen=True):
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace N` (events from number N on), `flush` (drop every cached page)."""
+    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace N` (events from N on), `flush` (drop every cached page)."""
 
     id: int
     what: str
