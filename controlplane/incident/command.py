@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import signal
 import sys
 from importlib.util import find_spec
 
@@ -70,8 +71,26 @@ def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: 
 def _run(plan: Plan) -> Report:
     progress = Progress(sys.stderr, steps(plan.rows, plan.sessions, plan.size))
     try:
-        return anyio.run(Experiment(plan, progress).run)
-    except KeyboardInterrupt as error:
-        raise Failure("interrupted: what was started is stopped", Exit.INTERRUPTED) from error
+        report = anyio.run(_until_signalled, Experiment(plan, progress))
     finally:
         progress.clear()
+    if report is None:
+        raise Failure("interrupted: what was started is stopped", Exit.INTERRUPTED)
+    return report
+
+
+async def _until_signalled(experiment: Experiment) -> Report | None:
+    """None: SIGINT or SIGTERM came first, and everything that was started is stopped."""
+    report: Report | None = None
+
+    async def watch(scope: anyio.CancelScope) -> None:
+        with anyio.open_signal_receiver(signal.SIGINT, signal.SIGTERM) as signals:
+            async for _ in signals:
+                scope.cancel()
+                return
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(watch, tasks.cancel_scope)
+        report = await experiment.run()
+        tasks.cancel_scope.cancel()
+    return report

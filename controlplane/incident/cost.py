@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import sys
 from typing import Any
 
 import anyio
 import msgspec
 
 from dsv4ctl.controlplane.config.schema import EngineConfig, HiCacheConfig, ReferenceConfig
+from dsv4ctl.controlplane.incident.process import ours
 
 _MODULE = "dsv4ctl.engine_adapters.reference.guards_cost"
 #: Seconds for the whole measurement.
@@ -32,7 +32,7 @@ async def measure() -> dict[str, Any]:
     table = msgspec.json.encode(engine)
     try:
         with anyio.fail_after(DEADLINE):
-            done = await anyio.run_process([sys.executable, "-m", _MODULE], input=table, check=False, stderr=None)
+            done = await anyio.run_process(ours(["-m", _MODULE]), input=table, check=False, stderr=None)
     except TimeoutError as error:
         raise CostError(f"not measured within {DEADLINE:g} s") from error
     if done.returncode:

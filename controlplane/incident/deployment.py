@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import tempfile
 from collections import Counter
 from collections.abc import AsyncIterator, Mapping, Sequence
@@ -17,7 +16,7 @@ import msgspec
 from dsv4ctl.controlplane.admin.client import AdminClient, NoControlPlaneError, connect
 from dsv4ctl.controlplane.admin.errors import AdminError
 from dsv4ctl.controlplane.incident.configuration import toml
-from dsv4ctl.controlplane.incident.process import ended
+from dsv4ctl.controlplane.incident.process import ended, ours
 from dsv4ctl.controlplane.incident.rows import Deployment
 
 _START = "from dsv4ctl.controlplane.cli.main import main; main()"
@@ -145,7 +144,7 @@ async def deployed(deployment: Deployment, sessions: int, model_seed: int) -> As
     with tempfile.TemporaryDirectory(prefix="dsv4ctl-incident-") as folder:
         socket, file, log = (Path(folder) / name for name in ("admin.sock", "deployment.toml", "log"))
         file.write_text(toml(deployment, str(socket), sessions, model_seed))
-        command = [sys.executable, "-c", _START, "start", str(file)]
+        command = ours(["-c", _START, "start", str(file)])
         with log.open("wb") as output:
             process = await anyio.open_process(command, stdin=None, stdout=output, stderr=output)
         async with ended(process), connect(socket) as admin, _client() as http:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from typing import NamedTuple
@@ -13,7 +12,7 @@ from anyio.abc import Process
 from anyio.streams.buffered import BufferedByteReceiveStream
 
 from dsv4ctl.controlplane.incident.evaluate import Expected
-from dsv4ctl.controlplane.incident.process import ended
+from dsv4ctl.controlplane.incident.process import ended, ours
 from dsv4ctl.controlplane.incident.rows import Dtype
 from dsv4ctl.controlplane.incident.workload import Conversation, Turn
 
@@ -69,7 +68,7 @@ class Oracle:
 async def oracle(index_k: Dtype, model_seed: int) -> AsyncIterator[Oracle]:
     """Its standard error is ours."""
     geometry = msgspec.json.encode({"index_k_dtype": index_k}).decode()
-    command = [sys.executable, "-m", _MODULE, "--seed", str(model_seed), "--geometry", geometry]
+    command = ours(["-m", _MODULE, "--seed", str(model_seed), "--geometry", geometry])
     process = await anyio.open_process(command, stderr=None)
     async with ended(process):
         yield Oracle(process)

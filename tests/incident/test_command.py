@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
+import time
+from collections.abc import Callable
+from typing import Any
 
+import psutil
 import pytest
 from click.testing import CliRunner
 
@@ -14,6 +19,7 @@ from dsv4ctl.controlplane.cli.main import cli
 POOLS = {"index_k", "c4_kv", "c128_kv", "swa_kv", "c4_state", "index_state", "c128_state"}
 #: Seconds for a run that takes less than 50 on two cores of its own.
 PATIENCE = 400
+PROGRAM = [sys.executable, "-c", "from dsv4ctl.controlplane.cli.main import main; main()"]
 
 
 def test_a_bad_row_is_refused_with_the_valid_ones() -> None:
@@ -39,9 +45,8 @@ def test_without_the_engine_it_names_the_extra(monkeypatch: pytest.MonkeyPatch) 
 
 def test_quick_shows_what_each_guard_prevents() -> None:
     """Real engines, real bytes: the slowest test of this folder."""
-    program = [sys.executable, "-c", "from dsv4ctl.controlplane.cli.main import main; main()"]
     done = subprocess.run(
-        [*program, "incident", "--quick", "--json"], capture_output=True, text=True, timeout=PATIENCE, check=False
+        [*PROGRAM, "incident", "--quick", "--json"], capture_output=True, text=True, timeout=PATIENCE, check=False
     )
     assert done.stdout, done.stderr
     told = json.loads(done.stdout)
@@ -62,3 +67,28 @@ def test_quick_shows_what_each_guard_prevents() -> None:
         assert any(edge.startswith(rows[name]["guards"].removesuffix("_ticket")) for edge in rows[name]["edges"])
     assert rows["quiesce-off"]["aborts"] > 0
     assert rows["quiesce-off"]["edges"], "pages were reused before their writer was quiet"
+
+
+@pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
+def test_nothing_outlives_it(ending: signal.Signals) -> None:
+    """SIGTERM stops what it started; SIGKILL leaves that to the kernel."""
+    incident = subprocess.Popen([*PROGRAM, "incident", "--quick", "--json"], stdout=subprocess.PIPE)
+    family = psutil.Process(incident.pid)
+    try:
+        started = wait_until(lambda: len(family.children(recursive=True)) >= 5 and family.children(recursive=True))
+        incident.send_signal(ending)
+        out, _ = incident.communicate(timeout=PATIENCE)
+        assert out == b""
+        assert incident.returncode == (130 if ending == signal.SIGTERM else -signal.SIGKILL)
+        assert psutil.wait_procs(started, timeout=PATIENCE)[1] == []
+    finally:
+        incident.kill()
+
+
+def wait_until(seen: Callable[[], Any]) -> Any:
+    """What `seen` says once it says anything."""
+    deadline = time.monotonic() + PATIENCE
+    while not (found := seen()):
+        assert time.monotonic() < deadline
+        time.sleep(0.05)
+    return found
