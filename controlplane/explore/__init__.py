@@ -1,0 +1,1 @@
+"""Exhaustive exploration of the pure machines in small worlds."""

@@ -1,0 +1,71 @@
+"""The worlds that are explored: quick ones for every run of the tests, deep ones on demand."""
+
+from __future__ import annotations
+
+from dsv4ctl.controlplane.explore.cache import Cache, CachePlan
+from dsv4ctl.controlplane.explore.plan import Plan
+from dsv4ctl.controlplane.explore.rank import Setup
+from dsv4ctl.controlplane.explore.search import World
+from dsv4ctl.controlplane.explore.transfer import Transfer
+from dsv4ctl.controlplane.tickets.types import Consumer
+
+ONE = ((1, 1),)
+RETRY = ((1, 1), (1, 2))
+#: Time-outs come only when nothing else can happen, so that one that is needed without a fault is a violation.
+PATIENT = Setup(hasty=False)
+ATTENTION, SENDER = (Consumer.ATTENTION,), (Consumer.SENDER,)
+
+QUICK: tuple[Plan | CachePlan, ...] = (
+    Plan("early time-outs", rooms=ONE),
+    Plan("verdict", rooms=ONE, setup=Setup(verify=True)),
+    Plan("write without an end", rooms=ONE, poisons=1, restarts=1),
+    Plan("link faults", rooms=ONE, link="down", link_faults=1, setup=PATIENT),
+    Plan("broken connections", rooms=ONE, aborts=2, breaks=2, setup=PATIENT),
+    Plan("peer faults", rooms=ONE, peer_faults=1, setup=PATIENT),
+    Plan("crash and restart", aborts=0, crashes=1, restarts=1, setup=PATIENT),
+    Plan("one writer, two ranks that read", rooms=ONE, decode=2, fan=True, abort_by=("D",), setup=PATIENT),
+    Plan("a page reused", setup=Setup(pages=1, wants=1, hasty=False), abort_by=("D",)),
+    CachePlan("cache: attention", consumers=ATTENTION, evictions=1, aborts=0),
+    CachePlan("cache: sender", consumers=SENDER, evictions=1),
+    CachePlan("cache: bad copies", consumers=ATTENTION, evictions=1, aborts=0, bad_copies=1),
+    CachePlan("cache: stranger", device=1, consumers=ATTENTION, evictions=1, aborts=0, stranger=True),
+    CachePlan("cache: slips", consumers=ATTENTION, evictions=0, aborts=0, slips=1),
+)
+
+DEEP: tuple[Plan | CachePlan, ...] = (
+    Plan("two rooms, three pages", setup=PATIENT),
+    Plan("two rooms, early time-outs", abort_by=("client",)),
+    Plan("two rooms, two aborts, pages reused", aborts=2, setup=Setup(pages=2, hasty=False)),
+    Plan("two pages a room", rooms=ONE, setup=Setup(wants=3, prompt=2), aborts=1),
+    Plan("a room again", rooms=RETRY, one_by_one=True, peer_faults=1, setup=PATIENT),
+    Plan("link faults both ways", rooms=ONE, link="both", link_faults=2, setup=PATIENT),
+    Plan("link faults, two rooms", link="down", link_faults=1, aborts=2, abort_by=("client",), setup=PATIENT),
+    Plan("crash, abort and broken connection", rooms=ONE, crashes=1, breaks=1, restarts=1),
+    Plan("crash and write without an end", crashes=1, poisons=1, restarts=2, aborts=0, setup=PATIENT),
+    Plan("one room, two ranks", rooms=ONE, prefill=2, decode=2, setup=PATIENT),
+    Plan(
+        "one room, two ranks, a crash", rooms=ONE, prefill=2, decode=2, aborts=0, crashes=1, restarts=1, setup=PATIENT
+    ),
+    Plan("two readers of one writer", rooms=ONE, decode=2, fan=True, peer_faults=1, setup=PATIENT),
+    Plan("two writers of one reader", rooms=ONE, prefill=2, fan=True, peer_faults=1, setup=PATIENT),
+    Plan("two writers, two readers", rooms=ONE, prefill=2, decode=2, fan=True, setup=PATIENT),
+    Plan("two rooms, two ranks", prefill=2, decode=2, abort_by=("D",), setup=Setup(pages=2, hasty=False)),
+    CachePlan("cache: everybody", device=3, aborts=1, bad_copies=1),
+    CachePlan("cache: three rooms", rooms=3, consumers=ATTENTION, evictions=1),
+)
+
+#: Small worlds in which one seeded fault shows, beside those above.
+SEEDED: tuple[Plan | CachePlan, ...] = (
+    Plan("a room again, aborted", rooms=RETRY, one_by_one=True, peer_faults=1, abort_by=("D",), setup=PATIENT),
+    Plan("fan in", rooms=ONE, prefill=2, fan=True, abort_by=("D",), setup=PATIENT),
+    Plan("repeated acks", rooms=ONE, prefill=2, fan=True, peer_faults=1, abort_by=("D",), setup=PATIENT),
+    Plan("two aborts, one overtakes", link="down", link_faults=1, aborts=2, abort_by=("client",), setup=PATIENT),
+    Plan("crash", rooms=ONE, crashes=1, aborts=0, setup=PATIENT),
+    Plan("failed writes", rooms=ONE, poisons=1, aborts=0, setup=PATIENT),
+)
+
+PLANS = {plan.name: plan for plan in (*QUICK, *DEEP, *SEEDED)}
+
+
+def world(plan: Plan | CachePlan) -> World:
+    return Transfer(plan) if isinstance(plan, Plan) else Cache(plan)

@@ -1,0 +1,85 @@
+"""Images and copies of the machines: what must be told apart is, what need not be is not."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsv4ctl.controlplane.aborts.inbox import AbortInbox
+from dsv4ctl.controlplane.aborts.log import AbortEntry, AbortLog
+from dsv4ctl.controlplane.explore.snapshot import copy_of, image
+from dsv4ctl.controlplane.rooms.reader import Reader
+from dsv4ctl.controlplane.rooms.room import ParticipantInfo, Room
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
+from dsv4ctl.controlplane.rooms.table import RoomTable
+from dsv4ctl.controlplane.rooms.writer import Writer
+from dsv4ctl.controlplane.tickets.ledger import Ledger
+from dsv4ctl.controlplane.tickets.types import Consumer, LoadKind, SpaceSpec
+
+KEY = RoomKey(1, 1)
+
+
+def ledger() -> Ledger:
+    return Ledger({"full": SpaceSpec(2, ("c4_kv",))}, 2)
+
+
+def loaded(made: Ledger) -> tuple[Ledger, object]:
+    pages = made.allocate({"full": 1})
+    assert pages is not None
+    load = made.open_load(LoadKind.HICACHE, [made.extent("full", pages["full"])])
+    made.layer_landed(load, 1)
+    return made, made.request(Consumer.ATTENTION, list(load.extents), room=KEY)
+
+
+def test_two_ledgers_with_the_same_past_look_alike() -> None:
+    one, other = loaded(ledger())[0], loaded(ledger())[0]
+    assert image(one, ledger=one) == image(other, ledger=other)
+
+
+def test_a_copy_lives_on_its_own_and_looks_alike() -> None:
+    made, ticket = loaded(ledger())
+    copied, copied_ticket = copy_of((made, ticket))
+    assert image(copied, ledger=copied) == image(made, ledger=made)
+    copied.release(copied_ticket)
+    assert image(copied, ledger=copied) != image(made, ledger=made)
+    assert made.tickets == 1
+
+
+def test_an_extent_is_told_by_whether_its_generation_is_the_present_one() -> None:
+    made = ledger()
+    (page,) = made.allocate({"full": 1})["full"]  # type: ignore[index]
+    stale = made.extent("full", [page])
+    before = image([stale, made], ledger=made)
+    made.open_load(LoadKind.FORWARD, [stale])
+    assert image(stale, ledger=made) != before[0]
+
+
+@pytest.mark.parametrize(
+    ("machine", "event"),
+    [
+        (Writer(KEY, ("D0",)), lambda half: half.destination("D0")),
+        (Writer(KEY, ("D0",)), lambda half: half.post()),
+        (Reader(KEY, ("P0",)), lambda half: half.expose()),
+        (Reader(KEY, ("P0", "P1")), lambda half: half.ack("P0", Quiet.POISONED)),
+        (RoomTable(), lambda table: table.bury(KEY, 1.0)),
+        (RoomTable(), lambda table: table.open(KEY, Writer(KEY, ()))),
+        (AbortLog(), lambda log: log.append(KEY, AbortSource.CLIENT, "")),
+        (AbortInbox(), lambda inbox: inbox.offer(AbortEntry(2, KEY, AbortSource.CLIENT, ""))),
+        (
+            Room(KEY, "r", None, {"P0": ParticipantInfo("P", 0, "prefill")}, {"ack": 0, "allocated": 0}, 0.0),
+            lambda room: room.abort(AbortSource.CLIENT, "", 0.0),
+        ),
+    ],
+    ids=lambda value: type(value).__name__,
+)
+def test_an_event_that_changes_a_machine_changes_its_image_and_no_copy(machine: object, event: object) -> None:
+    copied = copy_of(machine)
+    event(copied)  # type: ignore[operator]
+    assert image(copied) != image(machine)
+    assert image(copy_of(copied)) == image(copied)
+
+
+def test_what_is_only_reported_makes_no_difference() -> None:
+    one, other = Writer(KEY, ("D0",)), Writer(KEY, ("D0",))
+    one.abort(AbortSource.CLIENT, "client left")
+    other.abort(AbortSource.DRAIN, "drain deadline")
+    assert image(one) == image(other)
