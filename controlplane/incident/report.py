@@ -104,9 +104,10 @@ def cost_lines(cost: Mapping[str, Any]) -> str:
     """Ratios of throughput, medians of interleaved repeats."""
     landed = _against_goal(cost["on_to_off_landed"], cost["on_to_off_landed_goal"])
     layers = _against_goal(cost["layers_to_whole"], cost["layers_to_whole_goal"])
+    repeats = f"{cost['repeats']} and {cost['loading_repeats']}"
     return "\n".join(
         [
-            f"cost of the guards (throughput, medians of {cost['repeats']} interleaved repeats)",
+            f"cost of the guards (throughput, medians of {repeats} interleaved repeats)",
             f"  guards on to tickets off, all loads landed: {landed}",
             f"  guards on to waiting for the whole load: {layers}",
             f"  tickets off to guards on, while loading (its outputs are wrong): {cost['ungated_to_layers']:.3f}",

@@ -38,7 +38,9 @@ from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
 from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request
 
-PREFIX_PAGES, NEW_TOKENS, REPEATS = 8, 8, 31
+PREFIX_PAGES, NEW_TOKENS = 8, 4
+#: Interleaved repeats: a small difference needs many.
+LANDED_REPEATS, LOADING_REPEATS = 101, 31
 PAGE_TOKENS, ANSWER_SECONDS = 256, 60.0
 GOAL_ON_TO_OFF, GOAL_LAYERS_TO_WHOLE = 0.98, 1.0
 _OFF = (*(guard.value for guard in TICKET_GUARDS), Guard.VERDICT.value)
@@ -87,10 +89,10 @@ class Bench:
         return time.perf_counter() - began
 
 
-def interleaved(run: Callable[[str], float], names: tuple[str, ...]) -> dict[str, float]:
+def interleaved(run: Callable[[str], float], names: tuple[str, ...], repeats: int) -> dict[str, float]:
     """Median seconds by name; each repeat runs every one of them, in a changing order."""
     seconds: dict[str, list[float]] = {name: [] for name in names}
-    for repeat in range(REPEATS):
+    for repeat in range(repeats):
         for name in names if repeat % 2 else reversed(names):
             seconds[name].append(run(name))
     return {name: statistics.median(values) for name, values in seconds.items()}
@@ -116,8 +118,8 @@ def main() -> None:
         # A tail of its own, shorter than a page: computed every time, and never cached.
         return bench.ask([*prefix, *_text(dice, PAGE_TOKENS - 1)], NEW_TOKENS if landed else 1)
 
-    landed = interleaved(partial(request, landed=True), ("on", "off"))
-    loading = interleaved(partial(request, landed=False), ("on", "whole", "off"))
+    landed = interleaved(partial(request, landed=True), ("on", "off"), LANDED_REPEATS)
+    loading = interleaved(partial(request, landed=False), ("on", "whole", "off"), LOADING_REPEATS)
     print(json.dumps(figures(landed, loading)))
 
 
@@ -128,7 +130,8 @@ def figures(landed: dict[str, float], loading: dict[str, float]) -> dict[str, An
         "layers_to_whole": round(loading["whole"] / loading["on"], 4),
         "layers_to_whole_goal": GOAL_LAYERS_TO_WHOLE,
         "ungated_to_layers": round(loading["on"] / loading["off"], 4),
-        "repeats": REPEATS,
+        "repeats": LANDED_REPEATS,
+        "loading_repeats": LOADING_REPEATS,
         "median_ms": {
             **{f"landed_{name}": round(1000 * value, 3) for name, value in landed.items()},
             **{f"loading_{name}": round(1000 * value, 3) for name, value in loading.items()},

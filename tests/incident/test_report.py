@@ -25,7 +25,8 @@ COST = {
     "layers_to_whole": 1.5,
     "layers_to_whole_goal": 1.0,
     "ungated_to_layers": 1.4,
-    "repeats": 31,
+    "repeats": 101,
+    "loading_repeats": 31,
 }
 
 
