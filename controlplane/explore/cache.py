@@ -37,11 +37,11 @@ class CachePlan(NamedTuple):
 class Copy:
     """A load or a backup on its thread: reads one layer, writes it, reports it; then the next."""
 
-    __slots__ = ("at", "extent", "load", "phase", "source", "ticket")
+    __slots__ = ("at", "extent", "load", "origin", "phase", "ticket")
 
     def __init__(self, ticket: Ticket | None, source: Extent, load: Load) -> None:
         self.ticket = ticket
-        self.source = source
+        self.origin = source
         self.extent = load.extents[0]
         self.load = load
         self.at = 0
@@ -243,17 +243,17 @@ class CacheNode(Node):
             self._finish(which, copy)
 
     def _move(self, copy: Copy, good: bool) -> None:
-        (source,), (target,) = copy.source.pages, copy.extent.pages
+        (source,), (target,) = copy.origin.pages, copy.extent.pages
         if copy.ticket is not None and copy.ticket.readable <= copy.at:
             self.ledger.fail_load(copy.load)  # revoked: what it waited for never comes
             copy.phase = "failed"
             return
         reader = Consumer.LOAD if copy.extent.space == DEVICE else Consumer.BACKUP
-        self._must_be_good(reader, copy.source.space, source, copy.at)
+        self._must_be_good(reader, copy.origin.space, source, copy.at)
         if not good:
             self._spend(2)
         self._bytes(copy.extent.space, target)[copy.at] = (
-            self._bytes(copy.source.space, source)[copy.at] if good else BAD
+            self._bytes(copy.origin.space, source)[copy.at] if good else BAD
         )
         copy.phase = "written"
 

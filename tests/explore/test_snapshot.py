@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+from functools import cache
+from typing import Any
+
 import pytest
 
 from dsv4ctl.controlplane.aborts.inbox import AbortInbox
 from dsv4ctl.controlplane.aborts.log import AbortEntry, AbortLog
-from dsv4ctl.controlplane.explore.snapshot import copy_of, image
+from dsv4ctl.controlplane.explore import snapshot
+from dsv4ctl.controlplane.explore.cache import Cache
+from dsv4ctl.controlplane.explore.nodes import Event, Node, Nodes, Output
+from dsv4ctl.controlplane.explore.search import search
+from dsv4ctl.controlplane.explore.snapshot import UNREAD, copy_of, image
+from dsv4ctl.controlplane.explore.worlds import PLANS, world
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.room import ParticipantInfo, Room
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
@@ -83,3 +91,77 @@ def test_what_is_only_reported_makes_no_difference() -> None:
     one.abort(AbortSource.CLIENT, "client left")
     other.abort(AbortSource.DRAIN, "drain deadline")
     assert image(one) == image(other)
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["early time-outs", "crash and restart", "a room again", "cache: sender", "cache: bad copies", "link faults"],
+)
+def test_nodes_with_equal_images_go_on_alike(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each event runs in the node that came last to look like this too, not only in the one that came first."""
+    latest: dict[int, Node] = {}
+    compared = 0
+    step = Nodes.step
+
+    def both(self: Nodes, number: int, event: Event) -> tuple[int, tuple[Output, ...]]:
+        nonlocal compared
+        after, sent = step(self, number, event)
+        other = copy_of(latest.get(number, self.node(number)))
+        getattr(other, f"on_{event[0]}")(*event[1:])
+        assert tuple(other.out) == sent
+        other.out.clear()
+        other.settle()
+        assert image(other, Nodes.SKIP, other.ledger) == image(self.node(after), Nodes.SKIP, self.node(after).ledger)
+        latest[after] = other
+        compared += 1
+        return after, sent
+
+    monkeypatch.setattr(Nodes, "step", both)
+    assert search(world(PLANS[name]), limit=600).violation is None
+    assert compared > 600
+
+
+def _walked(plan: str, seen_as: set[str]) -> tuple[Any, list[tuple[Any, Event, Any]]]:
+    """Every step of a world while the fields `seen_as` tell nodes apart too, and generations by their values."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(snapshot, "UNREAD", UNREAD - seen_as)
+        if "generation" in seen_as:
+            patch.setattr(snapshot._Image, "_extent", lambda self, extent: (*extent[:3], *sorted(extent.pools)))
+        explored, steps = world(PLANS[plan]), []
+        seen = {explored.initial()}
+        todo = list(seen)
+        for state in todo:
+            for step in explored.steps(state):
+                assert step.violation is None
+                steps.append((state, step.action, step.state))
+                if step.state not in seen:
+                    seen.add(step.state)
+                    todo.append(step.state)
+    return explored, steps
+
+
+def _images(explored: Any, steps: list[tuple[Any, Event, Any]]) -> set[tuple[Any, Event, Any]]:
+    """The steps between the states as the explorer tells them apart."""
+
+    @cache
+    def of(number: int) -> Any:
+        node = explored.nodes.node(number)
+        return None if number < 0 else image(node, Nodes.SKIP, node.ledger)
+
+    @cache
+    def seen(state: Any) -> Any:
+        if isinstance(explored, Cache):
+            return of(state)
+        nodes, *rest = explored._open(state)
+        return (tuple(of(node) for node in nodes), *rest)
+
+    return {(seen(at), action, seen(to)) for at, action, to in steps}
+
+
+@pytest.mark.parametrize("plan", ["crash", "broken connections", "cache: attention", "cache: stranger"])
+def test_what_is_left_out_decides_nothing(plan: str) -> None:
+    """With every field in view there are more nodes, and between the same states there are the same steps."""
+    plain, steps = _walked(plan, set())
+    full, more = _walked(plan, {"generation", "reason", "source", "refused", "stale"})
+    assert len(full.nodes) > len(plain.nodes)
+    assert _images(full, more) == _images(plain, steps)
