@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Protocol
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
@@ -68,7 +69,7 @@ class Decode:
             sequence.prompt,
             sequence.transfer,
             (request.bootstrap_host or "", ports[0] if ports else request.bootstrap_port or 0),
-            observe=self._integrity(sequence).compares_digests() and not sequence.transfer.verify,
+            observe=_integrity(sequence.opening.integrity).compares_digests() and not sequence.transfer.verify,
         )
         return True
 
@@ -91,12 +92,11 @@ class Decode:
             self._gate.extent("swa", [page for logical, page in table.swa.items() if logical < written]),
             self._gate.extent("state", [table.state]),
         ]
-        verify = self._integrity(sequence).verdict_before_first_read() and self._gate.guarded(Guard.VERDICT)
+        verify = _integrity(sequence.opening.integrity).verdict_before_first_read() and self._gate.guarded(
+            Guard.VERDICT
+        )
         sequence.transfer = self._gate.open_load(LoadKind.TRANSFER, targets, room=sequence.key, verify=verify)
         return True
-
-    def _integrity(self, sequence: Sequence) -> Integrity:
-        return load_policy("integrity", sequence.opening.integrity)()
 
     def start(self, sequence: Sequence) -> None:
         """Everything landed and is verified: tickets for what is sealed, a forward lease for what grows.
@@ -159,3 +159,9 @@ class Decode:
 
         self._agent.apply(sequence.key, over)
         sequence.finish(reason)
+
+
+@functools.cache
+def _integrity(name: str) -> Integrity:
+    """Each policy is looked up once: finding entry points is a walk over every installed package."""
+    return load_policy("integrity", name)()
