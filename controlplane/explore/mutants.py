@@ -240,7 +240,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a room ends with its first ack", "early time-outs", (_before(Room, "_settle", _first_done),)),
     Mutant(
         "a rank applies an abort by itself",
-        "one room, two ranks",
+        "two engines of two ranks",
         ((Transfer, "agreed", lambda world, known: known),),
     ),
     Mutant(

@@ -34,24 +34,17 @@ QUICK: tuple[Plan | CachePlan, ...] = (
 
 DEEP: tuple[Plan | CachePlan, ...] = (
     Plan("two rooms, three pages", setup=PATIENT),
-    Plan("two rooms, early time-outs", abort_by=("client",)),
-    Plan("two rooms, two aborts, pages reused", aborts=2, setup=Setup(pages=2, hasty=False)),
-    Plan("two pages a room", rooms=ONE, setup=Setup(wants=3, prompt=2), aborts=1),
+    Plan("two rooms, early time-outs", aborts=0),
+    Plan("two rooms, two aborts", aborts=2, setup=Setup(pages=2, hasty=False)),
+    Plan("two pages a room", rooms=ONE, setup=Setup(wants=3, prompt=2)),
     Plan("a room again", rooms=RETRY, one_by_one=True, peer_faults=1, setup=PATIENT),
-    Plan("link faults both ways", rooms=ONE, link="both", link_faults=2, setup=PATIENT),
-    Plan("link faults, two rooms", link="down", link_faults=1, aborts=2, abort_by=("client",), setup=PATIENT),
     Plan("crash, abort and broken connection", rooms=ONE, crashes=1, breaks=1, restarts=1),
     Plan("crash and write without an end", crashes=1, poisons=1, restarts=2, aborts=0, setup=PATIENT),
-    Plan("one room, two ranks", rooms=ONE, prefill=2, decode=2, setup=PATIENT),
-    Plan(
-        "one room, two ranks, a crash", rooms=ONE, prefill=2, decode=2, aborts=0, crashes=1, restarts=1, setup=PATIENT
-    ),
+    Plan("two engines of two ranks", rooms=ONE, prefill=2, decode=2, crashes=1, restarts=1, setup=PATIENT),
     Plan("two readers of one writer", rooms=ONE, decode=2, fan=True, peer_faults=1, setup=PATIENT),
     Plan("two writers of one reader", rooms=ONE, prefill=2, fan=True, peer_faults=1, setup=PATIENT),
-    Plan("two writers, two readers", rooms=ONE, prefill=2, decode=2, fan=True, setup=PATIENT),
-    Plan("two rooms, two ranks", prefill=2, decode=2, abort_by=("D",), setup=Setup(pages=2, hasty=False)),
-    CachePlan("cache: everybody", device=3, aborts=1, bad_copies=1),
-    CachePlan("cache: three rooms", rooms=3, consumers=ATTENTION, evictions=1),
+    CachePlan("cache: three pages", device=3, bad_copies=1),
+    CachePlan("cache: three rooms", rooms=3, consumers=ATTENTION, evictions=1, aborts=0),
 )
 
 #: Small worlds in which one seeded fault shows, beside those above.
