@@ -99,22 +99,20 @@ class PrefixCache:
         node.device = dict(device)
         return node, True
 
-    def evict_device(self, wants: dict[str, int], budget: Budget) -> bool:
+    def evict_device(self, wants: dict[str, int], budget: Budget) -> None:
         """Gives device pages back, least recently used first, until `wants` will fit once they are free.
 
         Evicts nothing if that would not be enough: a request that must wait anyway costs nobody the cache.
-        Returns whether anything was evicted.
         """
         missing = budget.missing(wants)
         idle = [node for node in self.nodes() if node.device and not node.users]
         if any(sum(space in node.device for node in idle) < count for space, count in missing.items()):
-            return False
+            return
         while budget.missing(wants):
             leaves = [node for node in self.nodes() if node.device and not node.users and self._is_device_leaf(node)]
             victim = min(leaves, key=lambda node: node.used_at)
             _promise(victim.device, budget)
             self._drop_device(victim)
-        return bool(missing)
 
     def evict_host(self, wants: dict[str, int], budget: Budget) -> None:
         """The same for host pages; a node that is nowhere any more leaves the tree."""

@@ -162,7 +162,7 @@ class StepLoop:
             return
         with self._wakeup:
             busy = bool(self.prefilling or self.decoding)
-            self._wakeup.wait_for(lambda: busy or self._woken or self._stopping, self._patience())
+            self._wakeup.wait_for(lambda: busy or self._woken or self._stopping or self._may_flush, self._patience())
             self._woken = False
 
     def _patience(self) -> float | None:
@@ -189,14 +189,20 @@ class StepLoop:
             self._settle_load(job, next(agreed))
         return budget
 
+    @property
+    def _may_flush(self) -> bool:
+        """Asked for, and no sequence lives: one that came in between only delays it."""
+        return self._flush and not self.rooms
+
     def _least(self, mine: list[int]) -> list[int]:
         """What all ranks know; with the guard off, what this one knows."""
         return self._agreement.least(mine) if self._gate.guarded(Guard.AGREEMENT) else mine
 
     def _take_orders(self) -> None:
         mine = [self._submitted.popleft() for _ in range(len(self._submitted))]
-        orders = Orders([_submission(sequence) for sequence in mine], self._flush, self._stopping)
-        self._flush = False
+        flush = self._may_flush and not mine
+        self._flush = self._flush and not flush
+        orders = Orders([_submission(sequence) for sequence in mine], flush, self._stopping)
         told = self._agreement.tell(b"" if orders == Orders() else msgspec.msgpack.encode(orders))
         if not told:
             return
@@ -206,7 +212,7 @@ class StepLoop:
         for sequence in entered:
             self.rooms[sequence.key] = sequence
             self.waiting.append(sequence)
-        if orders.flush and not self.rooms:
+        if orders.flush:
             self._cache.clear()
 
     def _known(self, sequence: Sequence) -> Known:

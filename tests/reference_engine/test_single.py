@@ -95,3 +95,14 @@ def test_every_page_comes_back(single: Single) -> None:
     assert counts["owned"] == counts["retiring"] == dict.fromkeys(counts["owned"], 0)
     assert single.engine.gate.totals()["tickets"] == 0
     assert single.ended == []
+
+
+def test_a_flush_that_a_request_overtakes_is_kept(single: Single) -> None:
+    """Asked for between two requests, it takes effect once neither lives: it is delayed, never lost."""
+    loop = single.engine._loop
+    loop._flush = True  # as `flush` leaves it, before the loop's next round
+    single.answer(single.ask(prompt(1, 700), 8)[1])
+    single.settle()
+    assert loop._flush is False
+    counts = single.engine.gate.counts()
+    assert counts["owned"] == dict.fromkeys(counts["owned"], 0)
