@@ -65,7 +65,13 @@ def norm_rope_hadamard(
     """
     x = rows.to(torch.float32)
     x = x * torch.rsqrt(x.square().mean(dim=-1, keepdim=True) + epsilon) * norm.to(torch.float32)
-    first, second = x[:, ROPE_AT::2].clone(), x[:, ROPE_AT + 1 :: 2].clone()
+    return rope_hadamard(x, cos_sin, positions)
+
+
+def rope_hadamard(rows: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Tensor) -> torch.Tensor:
+    """The two rotations of `norm_rope_hadamard` alone: fp32 [T, 128] -> fp32 [T, 128]."""
+    x = rows.clone()
+    first, second = rows[:, ROPE_AT::2], rows[:, ROPE_AT + 1 :: 2]
     cos, sin = cos_sin[positions.long(), 0::2], cos_sin[positions.long(), 1::2]
     x[:, ROPE_AT::2] = first * cos - second * sin
     x[:, ROPE_AT + 1 :: 2] = first * sin + second * cos

@@ -14,24 +14,16 @@ from dsv4ctl.kernels import index_k
 
 
 @triton.jit
-def _rotated(
-    x,
-    at,
-    mask,
-    norm_ptr,
-    cos_sin_ptr,
-    positions_ptr,
-    epsilon,
-    scale: tl.constexpr,
-    dim: tl.constexpr,
-    rope_at: tl.constexpr,
-):
-    """RMS norm, RoPE of dims rope_at.., Hadamard, of x fp32 [block, dim]."""
-    d = tl.arange(0, dim)
-    block: tl.constexpr = x.shape[0]
+def _normed(x, norm_ptr, epsilon, dim: tl.constexpr):
+    """RMS norm of x fp32 [block, dim]."""
     x = x * tl.math.rsqrt(tl.sum(x * x, axis=1) / dim + epsilon)[:, None]
-    x = x * tl.load(norm_ptr + d).to(tl.float32)[None, :]
-    position = tl.load(positions_ptr + at, mask=mask, other=0).to(tl.int64)
+    return x * tl.load(norm_ptr + tl.arange(0, dim)).to(tl.float32)[None, :]
+
+
+@triton.jit
+def rotated(x, position, mask, cos_sin_ptr, scale: tl.constexpr, dim: tl.constexpr, rope_at: tl.constexpr):
+    """RoPE of dims rope_at.. at `position` int64 [block], Hadamard, of x fp32 [block, dim]."""
+    block: tl.constexpr = x.shape[0]
     half: tl.constexpr = dim // 2
     pair = tl.arange(0, half)
     angles = cos_sin_ptr + position[:, None] * (dim - rope_at) + 2 * (pair - rope_at // 2)[None, :]
@@ -43,6 +35,14 @@ def _rotated(
     for power in tl.static_range(7):
         x = _butterflies(x, block, dim, 1 << power)
     return x * scale
+
+
+@triton.jit
+def to_bf16(x):
+    """The bf16 nearest to x fp32, ties to even, NaN kept."""
+    bits = x.to(tl.uint32, bitcast=True)
+    bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
+    return bits.to(tl.uint16).to(tl.bfloat16, bitcast=True)
 
 
 @triton.jit
@@ -77,7 +77,8 @@ def _store(
     x = tl.load(rows_ptr + (at.to(tl.int64) * row_stride)[:, None] + d[None, :], mask=mask[:, None], other=0.0)
     x = x.to(tl.float32)
     if fused:
-        x = _rotated(x, at, mask, norm_ptr, cos_sin_ptr, positions_ptr, epsilon, rotation_scale, dim, rope_at)
+        position = tl.load(positions_ptr + at, mask=mask, other=0).to(tl.int64)
+        x = rotated(_normed(x, norm_ptr, epsilon, dim), position, mask, cos_sin_ptr, rotation_scale, dim, rope_at)
     slot = tl.load(slots_ptr + at, mask=mask, other=-1).to(tl.int64)
     written = slot >= 0
     page, line = slot // page_keys, slot % page_keys
@@ -89,9 +90,7 @@ def _store(
         tl.store(target, _to_e4m3_grid(code).to(tl.float8e4nv), mask=written[:, None])
         tl.store(scales_ptr + page * scale_stride + page_keys * dim // 4 + line, scale, mask=written)
     else:
-        bits = x.to(tl.uint32, bitcast=True)
-        bits = tl.where(x == x, (bits + 0x7FFF + ((bits >> 16) & 1)) >> 16, 0x7FC0)
-        tl.store(target, bits.to(tl.uint16).to(tl.bfloat16, bitcast=True), mask=written[:, None])
+        tl.store(target, to_bf16(x), mask=written[:, None])
 
 
 def _launch(

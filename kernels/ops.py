@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4ctl.kernels import copies, digest, index_k, logits, tickets, topk
+from dsv4ctl.kernels import copies, digest, index_k, logits, queries, tickets, topk
 from dsv4ctl.kernels.device import on_gpu
 
 
@@ -40,6 +40,17 @@ def norm_rope_hadamard_store(
     else:
         keys = index_k.norm_rope_hadamard(rows, norm, cos_sin, positions, epsilon)
         index_k.store_slots_reference(pages, slots, keys)
+
+
+def index_queries(
+    q: torch.Tensor, weights: torch.Tensor, weight_scale: float, cos_sin: torch.Tensor, positions: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """`queries.index_queries_reference`."""
+    if on_gpu(q):
+        from dsv4ctl.kernels.queries_triton import index_queries_triton
+
+        return index_queries_triton(q, weights, weight_scale, cos_sin, positions)
+    return queries.index_queries_reference(q, weights, weight_scale, cos_sin, positions)
 
 
 def paged_logits(
