@@ -47,6 +47,8 @@ class LinkClient:
         self._out: deque[bytes] = deque()
         self._closed = False
         self._changed = threading.Condition()
+        self._reader = threading.Thread(target=self._serve, name="link-read", daemon=True)
+        self._writer = threading.Thread(target=self._write, name="link-write", daemon=True)
 
     def connect(self, hello: Hello, timeout: float) -> Welcome:
         """Raises LinkRefusedError, OSError (no control plane, or no answer within `timeout` seconds)."""
@@ -57,8 +59,8 @@ class LinkClient:
             raise
 
     def start(self) -> None:
-        for name, target in (("link-read", self._serve), ("link-write", self._write)):
-            threading.Thread(target=target, name=name, daemon=True).start()
+        self._reader.start()
+        self._writer.start()
 
     def send(self, frame: ToControlPlane) -> None:
         """Queues a frame; never blocks. On a lost link it goes nowhere: the state is re-sent by snapshot.
@@ -79,6 +81,12 @@ class LinkClient:
         with self._changed:
             self._closed = True
             self._changed.notify()
+
+    def finish(self, timeout: float) -> None:
+        """`close`, then waits at most `timeout` seconds until what was sent is written: the process ends next."""
+        self.close()
+        if self._writer.is_alive():
+            self._writer.join(timeout)
 
     def _greet(self, hello: Hello, timeout: float) -> Welcome:
         self._socket.settimeout(timeout)

@@ -20,6 +20,7 @@ from dsv4ctl.controlplane.supervisor.draining import drain
 from dsv4ctl.controlplane.supervisor.supervisor import Supervisor
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.tickets.types import Guard
+from dsv4ctl.controlplane.watchdog.judge import judge_engine
 
 #: Seconds a rank has to drop its cached pages.
 FLUSH_DEADLINE = 10.0
@@ -67,8 +68,8 @@ class SupervisedPlane:
         }
 
     async def engines(self) -> list[dict[str, Any]]:
-        now = anyio.current_time()
-        return [_engine(engine, now) for engine in self._supervisor.fleet]
+        now, wedge = anyio.current_time(), self.config.deadlines.wedge
+        return [_engine(engine, now, wedge) for engine in self._supervisor.fleet]
 
     async def rooms(self, room: int | None) -> list[dict[str, Any]]:
         now = anyio.current_time()
@@ -172,7 +173,7 @@ class SupervisedPlane:
         return list(asked or known)
 
 
-def _engine(engine: Engine, now: float) -> dict[str, Any]:
+def _engine(engine: Engine, now: float, wedge: float) -> dict[str, Any]:
     queues: Counter[str] = Counter()
     loops: dict[str, Any] = {}
     ledger: dict[str, Any] = {}
@@ -192,6 +193,7 @@ def _engine(engine: Engine, now: float) -> dict[str, Any]:
         "role": engine.role.value,
         "state": engine.state.value,
         "cause": engine.cause,
+        "verdict": judge_engine({rank.number: rank.history for rank in ranks}, now, wedge).state.value,
         "pid": ranks[0].pid if ranks else None,
         "pids": [rank.pid for rank in ranks],
         "incarnations": [rank.incarnation for rank in ranks],

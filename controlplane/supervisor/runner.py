@@ -88,6 +88,8 @@ class EngineRunner:
         """This life is over: its rooms are aborted at once, its processes killed, reaped and perhaps restarted."""
         if self._over.is_set() or not self.engine.ranks:
             return
+        if self.engine.state is EngineState.WEDGED:
+            cause = self.engine.cause or cause  # a condemned engine may end before it is ended: of what it was found
         self._cause = cause
         self.engine.cause = cause
         if self.engine.state is EngineState.READY:

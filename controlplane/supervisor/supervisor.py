@@ -20,6 +20,7 @@ from dsv4ctl.controlplane.supervisor.loops import Loops
 from dsv4ctl.controlplane.supervisor.runner import EngineRunner, Launcher
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
+from dsv4ctl.controlplane.watchdog.judge import dead_loop
 from dsv4ctl.controlplane.watchdog.watch import Watched, watch
 from dsv4ctl.policies import registry
 
@@ -32,6 +33,8 @@ EVIDENCE = ("stacks", "rooms", "tickets")
 EVIDENCE_DEADLINE = 1.0
 #: Starts of engines overlap, but prefill engines are begun first: decode engines connect to them.
 START_ORDER = ("prefill", "single", "decode")
+#: Engines that serve, or finish what they have.
+_WATCHED = (EngineState.READY, EngineState.DRAINING)
 
 
 class Supervisor:
@@ -101,6 +104,9 @@ class Supervisor:
         self.desk.received(rank, frame)
         if isinstance(frame, Progress):
             self._quarantine(rank)
+            dead = dead_loop(frame)
+            if dead is not None:  # said once, by a process that is about to end
+                self._wedged(rank.engine, f"rank {rank.number}: {dead}")
             if first:
                 self.changes.notify()
 
@@ -127,17 +133,19 @@ class Supervisor:
     # ---- watchdog ---------------------------------------------------------------------------------
 
     def _watched(self) -> Iterator[Watched]:
-        for engine, rank in self.fleet.ranks():
-            if engine.state in (EngineState.READY, EngineState.DRAINING):
-                yield Watched(engine.name, rank.incarnation, rank.history)
+        for engine in self.fleet:
+            if engine.ranks and engine.state in _WATCHED:
+                yield Watched(engine.name, {rank.number: rank.history for rank in engine.ranks.values()})
 
-    def _wedged(self, watched: Watched, cause: str) -> None:
-        self._condemn(self.fleet.engines[watched.engine], Event.ENGINE_WEDGED, cause)
+    def _wedged(self, name: str, cause: str) -> None:
+        engine = self.fleet.engines[name]
+        if engine.state in _WATCHED:
+            self._condemn(engine, Event.ENGINE_WEDGED, cause)
 
     def _quarantine(self, rank: Rank) -> None:
         engine = self.fleet.engines[rank.engine]
         limit = self.config.limits.quarantine_max
-        if engine.quarantined > limit and engine.state in (EngineState.READY, EngineState.DRAINING):
+        if engine.quarantined > limit and engine.state in _WATCHED:
             cause = f"{engine.quarantined} quarantined pages, limit {limit}"
             self._condemn(engine, Event.ENGINE_QUARANTINE_FULL, cause)
 
@@ -148,7 +156,8 @@ class Supervisor:
         elif engine.cause is not None:
             return  # draining, and condemned in an earlier round
         engine.cause = cause
-        self.telemetry.emit(event, "error", engine=engine.name, cause=cause)
+        rooms = [str(live.key) for live in self.desk.rooms_of([engine.name])]
+        self.telemetry.emit(event, "error", engine=engine.name, cause=cause, rooms=rooms)
         self.desk.lost(engine.ranks, f"{engine.name}: {cause}")
         self.changes.notify()
         assert self._tasks is not None

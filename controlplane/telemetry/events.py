@@ -38,11 +38,11 @@ class Event(Enum):
     ENGINE_RESTARTING = "engine.restarting", "The engine is started again after `delay_s`."
     ENGINE_GAVE_UP = "engine.gave_up", "The restart policy gave up: the engine stays failed."
     ENGINE_FENCED = "engine.fenced", "The engine's process was killed and reaped: it can write no more."
-    ENGINE_WEDGED = "engine.wedged", "Runnable work and no progress; `cause` and the evidence kept."
+    ENGINE_WEDGED = "engine.wedged", "No progress; `cause` names the rank and its queues, `rooms` what it held."
     ENGINE_STOPPING = "engine.stopping", "The engine is asked to end."
     ENGINE_OUTPUT = "engine.output", "A line the engine wrote: its JSON fields, or `line`."
     ENGINE_EVIDENCE = "engine.evidence", "What a wedged or failed engine was doing: stacks, rooms, tickets."
-    ENGINE_QUARANTINE_FULL = "engine.quarantine_full", "Above `quarantine_max` pages: no admission."
+    ENGINE_QUARANTINE_FULL = "engine.quarantine_full", "Above `quarantine_max` pages: no admission, then a restart."
 
     # ---- links
     LINK_CONNECTED = "link.connected", "A rank said Hello and was welcomed."

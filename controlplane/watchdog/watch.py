@@ -1,42 +1,54 @@
-"""Asks for the verdict on every ready rank, a few times a second."""
+"""Asks for the verdict on every ready engine, a few times a second."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping
 from typing import NamedTuple
 
 import anyio
 
-from dsv4ctl.controlplane.link.wire import Progress
-from dsv4ctl.controlplane.watchdog.judge import State, judge
+from dsv4ctl.controlplane.watchdog.judge import History, State, judge_engine
 
 #: Seconds between two rounds.
 PERIOD = 0.25
+#: A round that comes so many seconds late: this process did not run, so that nobody's silence counts before it.
+LATE = 1.0
 
 
 class Watched(NamedTuple):
-    """One rank of a ready engine."""
+    """One ready engine: the progress reports of its ranks, by number."""
 
     engine: str
-    incarnation: str
-    history: Sequence[tuple[float, Progress]]
+    ranks: Mapping[int, History]
 
 
 async def watch(
-    ranks: Callable[[], Iterable[Watched]],
-    wedged: Callable[[Watched, str], None],
+    engines: Callable[[], Iterable[Watched]],
+    wedged: Callable[[str, str], None],
     wedge: float,
     beat: Callable[[], None],
 ) -> None:
-    """Calls `wedged(rank, cause)` at each round in which a rank of `ranks()` is found wedged. Never returns.
+    """Calls `wedged(engine, cause)` at each round in which one of `engines()` is found wedged. Never returns.
 
-    `wedged` takes the rank out of what `ranks` gives.
+    `wedged` takes the engine out of what `engines` gives.
     """
+    awake = last = anyio.current_time()
     while True:
         beat()
         now = anyio.current_time()
-        for rank in list(ranks()):
-            verdict = judge(rank.history, now, wedge)
+        if now - last > PERIOD + LATE:
+            awake = now
+        last = now
+        for engine in list(engines()):
+            verdict = judge_engine(_heard_since(awake, engine.ranks), now, wedge)
             if verdict.state is State.WEDGED:
-                wedged(rank, verdict.cause or "")
+                wedged(engine.engine, verdict.cause or "")
         await anyio.sleep(PERIOD)
+
+
+def _heard_since(awake: float, ranks: Mapping[int, History]) -> Mapping[int, History]:
+    """What came before this process stood still is as of its end: the reports of that time wait in the sockets."""
+    return {
+        number: [(max(at, awake), report) for at, report in history] if history and history[0][0] < awake else history
+        for number, history in ranks.items()
+    }

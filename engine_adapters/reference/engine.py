@@ -55,6 +55,8 @@ from dsv4ctl.engine_adapters.reference.transfer import Transfer
 from dsv4ctl.policies.registry import load as load_policy
 
 _START_SECONDS = 30.0
+#: For the report that a thread died to reach the control plane before the process ends.
+_LAST_WORDS_SECONDS = 1.0
 
 #: Where in this engine each consumer reads: the registry that a report of a read names.
 CONSUMERS = {
@@ -277,10 +279,12 @@ class Engine:
 
     def _died(self, name: str, why: str) -> None:
         """A thread of the engine is gone: say so, then stop serving (S8)."""
-        self._fault = f"the {name} thread died: {why.strip().splitlines()[-1] if why.strip() else why}"
-        self._loops[name] = LoopStatus(self._loop.steps, self._fault)
+        error = why.strip().splitlines()[-1] if why.strip() else "nobody knows of what"
+        self._fault = f"the {name} thread died: {error}"
+        self._loops[name] = LoopStatus(self._loop.rounds, error)
         self._log("loop.died", "error", loop=name, error=why)
         self.tick()
+        self._link.finish(_LAST_WORDS_SECONDS)
         self._end(self._fault)
 
     # ---- the link ------------------------------------------------------------------------------------

@@ -139,10 +139,11 @@ class Transfer:
         try:
             anyio.run(self._serve)
         except Exception as error:  # noqa: BLE001 - whatever ended the loop must be seen
-            self.fault = f"the transfer loop died: {_first_cause(error)}"
-            self._log(Event.LOOP_DIED.value, "error", loop="transfer", error=self.fault)
+            cause = _first_cause(error)
+            self.fault = f"the transfer loop died: {cause}"
+            self._log(Event.LOOP_DIED.value, "error", loop="transfer", error=cause)
             if self._started.is_set():
-                self._died(self.fault)
+                self._died(cause)
             self._started.set()
 
     async def _serve(self) -> None:

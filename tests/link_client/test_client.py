@@ -192,6 +192,25 @@ def test_closing_writes_what_was_sent_and_tells_nobody(plane: ControlPlane) -> N
     assert rank.lost.empty()
 
 
+def test_the_last_words_of_a_process_are_written_before_it_ends(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    said = [Fenced("x" * 100_000) for _ in range(20)]  # more than a socket holds: somebody must read first
+    for frame in said:
+        rank.client.send(frame)  # type: ignore[arg-type] # any frame is bytes to it
+    finished = threading.Event()
+
+    def finish() -> None:
+        rank.client.finish(LIMIT)
+        finished.set()
+
+    threading.Thread(target=finish, name="link-finish").start()
+    plane._decoder = Decoder(Fenced)
+    assert not finished.is_set()
+    assert [plane.read() for _ in said] == said
+    assert finished.wait(LIMIT)
+    rank.threads_end()
+
+
 def test_a_control_plane_that_stops_reading_loses_the_link_not_our_memory(
     plane: ControlPlane, monkeypatch: pytest.MonkeyPatch
 ) -> None:

@@ -34,7 +34,16 @@ PATIENCE = 90.0
 _LOOK = 0.02
 #: In the environment of every process of one deployment, so that none is missed at its end.
 _MARK = "DSV4CTL_TEST_DEPLOYMENT"
+_FAULTS = Path(__file__).with_name("faults")
 _ENDED = ("closed", "aborted")
+
+
+class Fault:
+    """What `Client.signal` does to an engine of `deployed(faults=True)` (`faults/sitecustomize.py`)."""
+
+    NO_STEP = signal.SIGUSR1  #: it never computes again, and answers /health
+    NO_ROUND = signal.SIGUSR2  #: it never enters another collective
+    TRANSFER_DIES = signal.SIGRTMIN  #: its transfer thread ends with an error
 
 
 class Reply(NamedTuple):
@@ -162,8 +171,8 @@ class Client:
         async with self.http.get(f"{url}/server_info", timeout=aiohttp.ClientTimeout(20)) as answer:
             return dict(await answer.json())
 
-    async def signal(self, engine: str, number: signal.Signals) -> int:
-        pid = int((await self.engines())[engine]["pid"])
+    async def signal(self, engine: str, number: signal.Signals, rank: int = 0) -> int:
+        pid = int((await self.engines())[engine]["pids"][rank])
         os.kill(pid, number)
         return pid
 
@@ -269,10 +278,11 @@ class Client:
 
 
 @contextmanager
-def deployed(config: str = "", *, prefill: str = "", decode: str = "") -> Iterator[Deployment]:
+def deployed(config: str = "", *, prefill: str = "", decode: str = "", faults: bool = False) -> Iterator[Deployment]:
     """A ready deployment of a prefill and a decode engine; every process is gone afterwards.
 
-    `config` are tables of the file (`[deadlines]`, ...), `prefill` and `decode` lines of the engines' tables.
+    `config` are tables of the file (`[deadlines]`, ...), `prefill` and `decode` lines of the engines' tables;
+    with `faults` signals do to engines what `Fault` says.
     """
     folder = Path(tempfile.mkdtemp(prefix="dsv4ctl-"))
     file = folder / "cluster.toml"
@@ -282,13 +292,15 @@ def deployed(config: str = "", *, prefill: str = "", decode: str = "") -> Iterat
         f'[[engines]]\nname = "{DECODE}"\nrole = "decode"\nhicache = {{ enabled = false }}\n{decode}\n'
     )
     mark = uuid.uuid4().hex
+    path = [str(_FAULTS)] if faults else []
+    path += filter(None, [os.environ.get("PYTHONPATH")])
     with open(folder / "log", "wb") as log:
         process = subprocess.Popen(
             [sys.executable, "-c", "from dsv4ctl.controlplane.cli.main import main; main()", "start", str(file)],
             stdin=subprocess.DEVNULL,
             stdout=log,
             stderr=subprocess.STDOUT,
-            env={**os.environ, _MARK: mark},
+            env={**os.environ, _MARK: mark, "PYTHONPATH": os.pathsep.join(path)},
             start_new_session=True,
         )
     deployment = Deployment(folder, process, mark)

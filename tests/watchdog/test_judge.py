@@ -8,7 +8,7 @@ import anyio
 import pytest
 
 from dsv4ctl.controlplane.link.wire import LedgerCounts, LoopStatus, Progress
-from dsv4ctl.controlplane.watchdog.judge import State, judge
+from dsv4ctl.controlplane.watchdog.judge import State, judge, judge_engine
 from dsv4ctl.controlplane.watchdog.watch import Watched, watch
 
 WEDGE = 8.0
@@ -78,21 +78,121 @@ def test_a_dead_loop_is_wedged_at_once() -> None:
     assert judge(_history(report), 0.0, WEDGE) == (State.WEDGED, "loop sender died: KeyError: 3")
 
 
+def test_a_prefill_of_half_a_minute_with_progress_is_busy_at_every_moment() -> None:
+    """A step every 7 s, one long prompt: slower than any real chunk, and still progress."""
+    reports = [(at / 4, _report(int(at / 4 / 7), 1, queues={"prefilling": 1})) for at in range(4 * 32)]
+    verdicts = {judge(reports[: n + 1], at, WEDGE).state for n, (at, _) in enumerate(reports)}
+    assert verdicts == {State.BUSY}
+
+
+def test_a_paused_engine_has_no_runnable_work() -> None:
+    paused = _report(41, 0, queues={"waiting": 7, "decoding": 3})
+    assert judge_engine({0: _history(*[paused] * 60)}, 59.0, WEDGE).state is State.IDLE
+
+
+# ---- an engine of several ranks ------------------------------------------------------------------------
+
+
+def _rounds(rounds: int, work: int = 0, **fields: Any) -> Progress:
+    return _report(rounds, work, loops={"step": LoopStatus(rounds)}, **fields)
+
+
+def test_ranks_that_go_on_together_are_busy_or_idle() -> None:
+    ranks = {number: _history(*[_rounds(at, 1) for at in range(30)]) for number in (0, 1)}
+    assert judge_engine(ranks, 29.0, WEDGE).state is State.BUSY
+    idle = {number: _history(*[_rounds(at) for at in range(30)]) for number in (0, 1)}
+    assert judge_engine(idle, 29.0, WEDGE).state is State.IDLE
+
+
+def test_of_two_ranks_the_one_that_fell_silent_is_named() -> None:
+    """The other one waits for it in a collective, with work, and would be blamed by its own reports."""
+    waits = _history(*[_rounds(5, 2, queues={"decoding": 2})] * 9)
+    stopped = _history(_rounds(5, 2))
+    verdict = judge_engine({0: waits, 1: stopped}, 8.0, WEDGE)
+    assert verdict == (State.WEDGED, "rank 1: no progress report for 8.0 s")
+
+
+def test_of_two_ranks_the_one_that_did_not_enter_its_round_is_named() -> None:
+    """Its last report of an earlier round came a moment later, so that the other is found first."""
+    waits = _history(*[_rounds(43, 2)] * 9)
+    stands = [(0.2, _rounds(41, 2)), (0.4, _rounds(42, 2)), (7.9, _rounds(42, 2))]
+    verdict = judge_engine({0: waits, 1: stands}, 8.0, WEDGE)
+    assert verdict == (State.WEDGED, "rank 1: round 43 not entered, in which rank 0 waits, for 7.6 s")
+
+
+def test_a_deadlock_is_found_before_a_request_has_to_wait_for_it() -> None:
+    ranks = {0: _history(*[_rounds(43)] * 9), 1: _history(*[_rounds(42)] * 9)}
+    assert judge_engine(ranks, 7.9, WEDGE).state is State.IDLE
+    assert judge_engine(ranks, 8.0, WEDGE).state is State.WEDGED
+
+
+def test_a_dead_loop_is_the_cause_whatever_waits_for_it() -> None:
+    dead = _report(5, 1, loops={"step": LoopStatus(5), "transfer": LoopStatus(5, "OSError: gone")})
+    verdict = judge_engine({0: _history(*[_rounds(6, 1)] * 9), 1: [(8.0, dead)]}, 8.0, WEDGE)
+    assert verdict == (State.WEDGED, "rank 1: loop transfer died: OSError: gone")
+
+
+def test_a_rank_that_is_not_there_yet_leaves_the_others_idle() -> None:
+    assert judge_engine({0: _history(*[_rounds(3)] * 60), 1: []}, 59.0, WEDGE).state is State.IDLE
+    assert judge_engine({}, 59.0, WEDGE).state is State.IDLE
+
+
+# ---- the watch -----------------------------------------------------------------------------------------
+
+
+class Watch:
+    """The watch over engines a test owns; `wedged` are those it found."""
+
+    def __init__(self, engines: dict[str, Watched]) -> None:
+        self.engines = engines
+        self.wedged: list[tuple[str, str]] = []
+        self._beats = 0
+        self._beaten = anyio.Event()
+
+    async def rounds(self, number: int) -> None:
+        """Returns once so many more rounds have begun."""
+        until = self._beats + number
+        while self._beats < until:
+            await self._beaten.wait()
+
+    def _beat(self) -> None:
+        self._beats += 1
+        self._beaten.set()
+        self._beaten = anyio.Event()
+
+    def _found(self, engine: str, cause: str) -> None:
+        self.wedged.append((engine, cause))
+        del self.engines[engine]
+
+    async def run(self) -> None:
+        await watch(self.engines.values, self._found, WEDGE, self._beat)
+
+
 @pytest.mark.asyncio
-async def test_the_watch_reports_each_wedged_rank_and_beats() -> None:
-    beats: list[int] = []
+async def test_the_watch_reports_each_wedged_engine_and_beats() -> None:
     dead = _report(loops={"sender": LoopStatus(0, "gone")})
-    ranks = {name: Watched(name, name, [(anyio.current_time(), r)]) for name, r in (("a", dead), ("b", _report()))}
-    found: list[tuple[str, str]] = []
-
-    def wedged(rank: Watched, cause: str) -> None:
-        found.append((rank.engine, cause))
-        del ranks[rank.engine]
-
+    now = anyio.current_time()
+    watching = Watch({name: Watched(name, {0: [(now, report)]}) for name, report in (("a", dead), ("b", _report()))})
     with anyio.fail_after(20):
         async with anyio.create_task_group() as tasks:
-            tasks.start_soon(lambda: watch(ranks.values, wedged, WEDGE, lambda: beats.append(1)))
-            while len(beats) < 3:  # noqa: ASYNC110 - rounds are what is counted
-                await anyio.sleep(0.01)
+            tasks.start_soon(watching.run)
+            await watching.rounds(3)
             tasks.cancel_scope.cancel()
-    assert found == [("a", "loop sender died: gone")]
+    assert watching.wedged == [("a", "rank 0: loop sender died: gone")]
+
+
+@pytest.mark.asyncio
+async def test_a_control_plane_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It was stopped, or its machine slept: what the ranks said meanwhile waits in the sockets."""
+    skipped = 0.0
+    real = anyio.current_time
+    monkeypatch.setattr(anyio, "current_time", lambda: real() + skipped)
+    watching = Watch({"a": Watched("a", {0: [(real(), _report())]})})
+    with anyio.fail_after(20):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watching.run)
+            await watching.rounds(1)
+            skipped = 10 * WEDGE
+            await watching.rounds(3)
+            assert watching.wedged == []
+            tasks.cancel_scope.cancel()
