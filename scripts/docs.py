@@ -3,6 +3,7 @@
 
 from __future__ import annotations
 
+import json
 import re
 import sys
 import tomllib
@@ -13,9 +14,12 @@ from dsv4ctl.controlplane.cli.exits import MEANING
 from dsv4ctl.controlplane.rooms import tables
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.tickets.types import Guard
+from dsv4ctl.engine_adapters.sglang.audit.questions import FACTS
 from dsv4ctl.policies.defaults import DEFAULTS
 
 ROOT = Path(__file__).resolve().parent.parent
+#: {release: {key of a fact: answer}}
+SGLANG = ROOT / "docs" / "sglang.json"
 _PART = re.compile(r"(<!-- generated: (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
 
 
@@ -50,6 +54,13 @@ def layers() -> str:
     return "```\n" + "\n   |\n".join(named) + "\n```"
 
 
+def sglang() -> str:
+    """The audits of the releases, as scripts/sglang_matrix.py wrote them down."""
+    audited = json.loads(SGLANG.read_text())
+    rows = ((fact.question, *(answers[fact.key] for answers in audited.values())) for fact in FACTS)
+    return table(("", *audited), rows)
+
+
 GUARD_MEANING = {
     Guard.ATTENTION: "attention reads KV pages whether they have landed or not",
     Guard.INDEXER: "the indexer reads index-K pages whether they have landed or not",
@@ -69,6 +80,7 @@ PARTS: dict[str, Callable[[], str]] = {
     "guards": guards,
     "layers": layers,
     "rooms": tables.markdown,
+    "sglang": sglang,
 }
 
 

@@ -20,7 +20,7 @@ class Exit(IntEnum):
 
 MEANING = {
     Exit.OK: "done",
-    Exit.FAILED: "failed; for `drain`: rooms were left at the deadline and aborted",
+    Exit.FAILED: "failed; for `drain`: rooms were left at the deadline and aborted; for `doctor`: holes are open",
     Exit.USAGE: "bad usage or configuration; nothing was done",
     Exit.NOBODY: "no control plane at the socket",
     Exit.REFUSED: "refused: not now, or not to you; for `start`: one already runs on the socket",

@@ -8,6 +8,7 @@ import click
 
 from dsv4ctl.controlplane.admin.registry import VERBS
 from dsv4ctl.controlplane.cli import local
+from dsv4ctl.controlplane.cli.doctor import doctor
 from dsv4ctl.controlplane.cli.exits import MEANING, Exit, Failure
 from dsv4ctl.controlplane.cli.start import start
 from dsv4ctl.controlplane.cli.trace import trace
@@ -18,7 +19,7 @@ INCIDENT = "dsv4ctl.controlplane.incident.command"
 #: As help lists them; what is not named here follows.
 ORDER = (
     *("start", "drain", "resume", "status", "engines", "rooms", "tickets", "abort", "logs"),
-    *("trace", "incident", "config"),
+    *("trace", "incident", "doctor", "config"),
 )
 
 EPILOG = (
@@ -86,6 +87,7 @@ def cli(ctx: click.Context, socket: str | None) -> None:
 
 cli.add_command(start)
 cli.add_command(local.config)
+cli.add_command(doctor)
 for _verb in VERBS:
     cli.add_command(command(_verb))
 cli.add_command(local.version)  # in place of the verb's: it needs no control plane

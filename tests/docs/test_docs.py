@@ -24,6 +24,9 @@ ELSEWHERE = {
     "pip install 'dsv4ctl[reference]'": "scripts/venv.sh installs the checkout with this extra",
     "dsv4ctl start": "every deployment of the tests",
     "dsv4ctl incident --quick": "tests/incident",
+    "dsv4ctl doctor": "tests/sglang/test_audit_command.py, like the next two",
+    "dsv4ctl doctor --python /opt/engine/bin/python": "",
+    "dsv4ctl doctor --wheel sglang-0.5.16-cp311-cp311-manylinux_2_34_x86_64.whl --json": "",
 }
 
 
