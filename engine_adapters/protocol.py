@@ -1,4 +1,4 @@
-"""What the control plane needs of an engine adapter: how to start one rank of an engine.
+"""What the control plane needs of an engine adapter: how to start the processes of an engine.
 
 An adapter is the module `dsv4ctl.engine_adapters.<name>.launch`; it imports nothing heavy, so that
 the control plane can load it and never loads torch.
@@ -25,16 +25,17 @@ class AdapterError(RuntimeError):
 
 
 class LaunchRequest(msgspec.Struct, frozen=True):
-    """Everything one rank is told at its start. `engine` is its table of the configuration."""
+    """Everything a process is told at its start. `engine` is its table of the configuration."""
 
     engine: dict[str, object]
-    rank: int
-    incarnation: str
+    rank: int  #: the first that this process runs
+    incarnation: str  #: of `rank`
     group: str  #: the same for all ranks of one launch of the engine, and never used again
     link: str  #: path of the control plane's Unix socket
     unsafe_off: tuple[str, ...]  #: guards that are switched off
     integrity: str
     model: str  #: the name that clients use
+    incarnations: tuple[str, ...] = ()  #: of every rank that this process runs, from `rank` on
 
 
 class LaunchSpec(NamedTuple):
@@ -42,11 +43,16 @@ class LaunchSpec(NamedTuple):
 
     argv: tuple[str, ...]
     env: Mapping[str, str]
+    tree: bool = False  #: it starts processes of its own, which end with it
+    health: tuple[str, int, str] | None = None  #: host, port and path that answer 200 once it serves
 
 
 class Adapter(Protocol):
+    def processes(self, ranks: int) -> int:
+        """How many processes run an engine of `ranks` ranks; each runs as many."""
+
     def launch(self, request: LaunchRequest) -> LaunchSpec:
-        """How to start one rank. Raises AdapterError if what the engine needs is not installed."""
+        """How to start one process. Raises AdapterError if what the engine needs is not installed."""
 
 
 def find(name: str) -> Adapter:

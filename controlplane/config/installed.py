@@ -56,6 +56,7 @@ def missing(engine: EngineConfig) -> str | None:
         unsafe_off=(),
         integrity="",
         model="",
+        incarnations=("",) * engine.ranks,
     )
     try:
         protocol.find(engine.adapter).launch(request)

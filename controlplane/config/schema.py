@@ -9,6 +9,8 @@ import msgspec
 Port = Annotated[int, msgspec.Meta(ge=0, le=65535)]  #: 0 takes a free one
 Count = Annotated[int, msgspec.Meta(ge=1)]
 Rate = Annotated[float, msgspec.Meta(ge=0, lt=1e9)]
+Ratio = Annotated[float, msgspec.Meta(gt=1, lt=1e3)]
+Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 #: A deadline, in seconds. The upper bound (30 years) refuses `inf`: every wait has an end.
 Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 
@@ -31,10 +33,14 @@ class LogConfig(Section, frozen=True, kw_only=True):
 
 
 class HiCacheConfig(Section, frozen=True, kw_only=True):
-    """KV cache in host memory. `h2d_gbps` paces the reference engine's copies on the CPU (0: no pacing)."""
+    """KV cache in host memory, of prefill and single engines. An engine of SGLang reads `enabled` and `ratio` alone.
+
+    `h2d_gbps` paces the reference engine's copies on the CPU (0: no pacing).
+    """
 
     enabled: bool = True
     pages: Count = 512  #: host pages of 256 tokens
+    ratio: Ratio = 2.0  #: SGLang: host pages for each device page
     h2d_gbps: Rate | None = None  #: None: from the measured layer time (docs/operations.md)
     load_threshold_pages: Count = 1
 
@@ -52,6 +58,19 @@ class ReferenceConfig(Section, frozen=True, kw_only=True):
     collective_timeout: Seconds = 20.0  #: a rank that does not arrive within it fails the engine
 
 
+class SglangConfig(Section, frozen=True, kw_only=True):
+    """Options of an SGLang server, all of whose ranks (tensor parallel) are one process tree."""
+
+    python: str = "python3"  #: the interpreter of the environment that SGLang and this package are installed in
+    model: str = ""  #: a folder or a Hugging Face name
+    index_k_dtype: Literal["bf16", "fp8"] = "fp8"
+    mem_fraction: Share | None = None  #: of the device's memory, for weights and pools; None: SGLang decides
+    max_total_tokens: Count | None = None  #: tokens of the device pools; None: as the memory allows
+    extra_args: list[str] = []  #: of `sglang.launch_server`; what this file says elsewhere is refused here
+    env: dict[str, str] = {}  #: added to the server's environment
+    allow_unverified: bool = False  #: start a release that the hooks were not verified on
+
+
 class EngineConfig(Section, frozen=True, kw_only=True):
     name: str
     role: Literal["prefill", "decode", "single"]
@@ -63,6 +82,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     memory_bytes: Count | None = None  #: host memory this engine may use; None: what the machine has
     hicache: HiCacheConfig = HiCacheConfig()
     reference: ReferenceConfig = ReferenceConfig()
+    sglang: SglangConfig = SglangConfig()
 
 
 class PoliciesConfig(Section, frozen=True, kw_only=True):

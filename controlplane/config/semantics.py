@@ -33,6 +33,7 @@ def semantic_problems(config: Config, facts: Facts) -> Iterator[Problem]:
     yield from _socket(config)
     yield from _names(config)
     yield from _peers(config)
+    yield from _agreement(config, facts)
     yield from _ports(config)
     yield from _policies(config.policies, facts)
     yield from _guards(config)
@@ -73,6 +74,31 @@ def _peers(config: Config) -> Iterator[Problem]:
                 f"engines[{index}].role",
                 f"expected a {peer} engine beside {role} engine {show(name)}, found none",
             )
+
+
+def _agreement(config: Config, facts: Facts) -> Iterator[Problem]:
+    """Bytes move only between engines of one kind that keep index-K alike."""
+    first = next((engine for engine in config.engines if engine.role == "prefill"), None)
+    for index, engine in enumerate(config.engines):
+        if first is None or engine.role == "single" or not {engine.adapter, first.adapter} <= set(facts.adapters):
+            continue
+        if engine.adapter != first.adapter:
+            found = f"{show(engine.adapter)}: a transfer needs one kind of engine on both sides"
+            yield Problem(
+                f"engines[{index}].adapter", f"expected {show(first.adapter)} as on {first.name}, found {found}"
+            )
+            continue
+        dtype, other = _index_k_dtype(engine), _index_k_dtype(first)
+        if dtype != other:
+            key = f"engines[{index}].{engine.adapter}.index_k_dtype"
+            yield Problem(
+                key, f"expected {show(other)} as on {first.name}, found {show(dtype)}: pages of different sizes"
+            )
+
+
+def _index_k_dtype(engine: EngineConfig) -> str | None:
+    """None of an adapter that has no table of its own here."""
+    return getattr(getattr(engine, engine.adapter, None), "index_k_dtype", None)
 
 
 def _ports(config: Config) -> Iterator[Problem]:

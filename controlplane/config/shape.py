@@ -46,6 +46,13 @@ def _value_problems(value: Any, kind: Any, path: str) -> Iterator[Problem]:
         for index, item in enumerate(value):
             yield from _value_problems(item, get_args(kind)[0], f"{path}[{index}]")
         return
+    if get_origin(kind) is dict:
+        if not isinstance(value, dict):
+            yield Problem(path, expected(describe(kind), value))
+            return
+        for key, item in value.items():
+            yield from _value_problems(item, get_args(kind)[1], f"{path}.{key}")
+        return
     if get_origin(kind) is Literal and isinstance(value, str):
         if value not in get_args(kind):
             yield Problem(path, unknown("value", value, get_args(kind)))
@@ -63,6 +70,8 @@ def describe(kind: Any) -> str:
     origin, arguments = get_origin(kind), get_args(kind)
     if origin is list:
         return "an array of tables" if _is_section(arguments[0]) else "an array of strings"
+    if origin is dict:
+        return "a table of strings"
     if origin is Literal:
         return "one of: " + ", ".join(arguments)
     if origin in (Union, types.UnionType):
@@ -76,6 +85,8 @@ def _bounds(meta: msgspec.Meta) -> str:
     low = f"above {meta.gt:g}" if meta.gt is not None else f"from {meta.ge}"
     if meta.le is not None:
         return f" {low} to {meta.le}"
+    if meta.gt is not None and meta.lt is not None and meta.lt <= 1000:
+        return f" {low} and below {meta.lt:g}"
     return f" {low}" if meta.gt is not None else f" of at least {meta.ge}"
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from typing import Any
 
@@ -10,6 +11,11 @@ import msgspec
 #: A longer line is cut here, and the cut is marked.
 MAX_LINE_BYTES = 16 * 1024
 _CUT = " [cut]"
+#: How SGLang begins a line: `[2026-11-29 16:30:00 DP0 TP1] ...`; a rank is a TP rank.
+_STAMP = re.compile(r"\[\d{4}-\d\d-\d\d [\d:.]+(?P<names>(?: [A-Z]+\d+)*)\] ?")
+_RANK = re.compile(r" TP(\d+)")
+#: How uvicorn begins one.
+_LEVEL = re.compile(r"(?P<level>INFO|WARNING|ERROR): +")
 
 
 class LineCutter:
@@ -55,4 +61,16 @@ def fields_of(line: str) -> dict[str, Any]:
         if "event" in fields:
             fields["engine_event"] = fields.pop("event")
         return fields
+    stamp = _STAMP.match(line)
+    line = line[stamp.end() :] if stamp else line
+    level = _LEVEL.match(line)
+    if level:
+        return {"level": level["level"].lower(), "line": line[level.end() :]}
     return {"line": line}
+
+
+def rank_of(line: str) -> int | None:
+    """The rank that a line of SGLang names itself after."""
+    stamp = _STAMP.match(line)
+    named = _RANK.search(stamp["names"]) if stamp else None
+    return int(named[1]) if named else None

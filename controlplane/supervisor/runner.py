@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import signal
 import uuid
-from collections.abc import Callable, Iterable
-from functools import partial
-from typing import Any, Protocol
+from collections.abc import Callable, Iterable, Sequence
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 from anyio.abc import TaskGroup
@@ -15,7 +14,7 @@ from dsv4ctl.controlplane.config.schema import Config
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Rank
 from dsv4ctl.controlplane.supervisor.changes import Changes
-from dsv4ctl.controlplane.supervisor.lines import fields_of
+from dsv4ctl.controlplane.supervisor.lines import fields_of, rank_of
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import LEVELS, Level, Telemetry
 from dsv4ctl.policies.restart import GiveUp, Restart
@@ -27,16 +26,17 @@ LAST_LINES = 1.0
 
 
 class LaunchError(RuntimeError):
-    """A rank cannot be started at all; the message says why."""
+    """An engine cannot be started at all; the message says why."""
 
 
 class Running(Protocol):
-    """A started rank (`process.RankProcess`)."""
+    """A started process (`process.RankProcess`)."""
 
     argv: tuple[str, ...]
     pid: int
     relayed: anyio.Event
 
+    async def serving(self) -> None: ...
     async def reaped(self) -> int: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
@@ -45,9 +45,20 @@ class Running(Protocol):
 
 
 class Launcher(Protocol):
-    async def __call__(self, engine: Engine, rank: Rank) -> Running:
-        """Starts this rank. Raises LaunchError or OSError."""
+    def processes_of(self, engine: Engine) -> int:
+        """How many processes run the engine's ranks, each as many of them. Raises LaunchError."""
         ...
+
+    async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> Running:
+        """Starts the process that runs these ranks. Raises LaunchError or OSError."""
+        ...
+
+
+class Started(NamedTuple):
+    """A process and the ranks that it runs."""
+
+    process: Running
+    ranks: Sequence[Rank]
 
 
 class EngineRunner:
@@ -75,6 +86,7 @@ class EngineRunner:
         self._over = anyio.Event()  #: this life is to end
         self._cause: str | None = None  #: of a life that failed
         self._ended_itself = False
+        self._served = False  #: this life has been ready
         self._last_words = ""
 
     @property
@@ -122,7 +134,7 @@ class EngineRunner:
     def _readmitted(self) -> EngineState:
         if self._over.is_set():
             return EngineState.RESTARTING  # too late for this life: the next one follows it
-        ready = all(rank.ready for rank in self.engine.ranks.values())
+        ready = self._served and all(rank.ready for rank in self.engine.ranks.values())
         return EngineState.READY if ready else EngineState.STARTING
 
     def _enter(self, state: EngineState) -> None:
@@ -168,48 +180,55 @@ class EngineRunner:
     async def _life(self) -> None:
         """From fresh incarnations to the last process reaped."""
         self._over, self._cause = anyio.Event(), None
-        self._ended_itself, self._last_words = False, ""
+        self._ended_itself, self._served, self._last_words = False, False, ""
         engine = self.engine
         ranks = [Rank(engine.name, number, uuid.uuid4().hex) for number in range(engine.config.ranks)]
         engine.ranks = {rank.incarnation: rank for rank in ranks}
         self._enter(EngineState.STARTING)
-        processes: dict[str, Running] = {}
+        started: list[Started] = []
         async with anyio.create_task_group() as tasks:
             try:
-                for rank in ranks:
-                    processes[rank.incarnation] = await self._start(rank, tasks)
-                await self._until_over(ranks)
+                each = len(ranks) // self._launcher.processes_of(engine)
+                for first in range(0, len(ranks), each):
+                    process = await self._start(ranks[first : first + each], tasks)
+                    started.append(process)
+                await self._until_over(ranks, [process for process, _ in started])
                 if self._cause is None:
-                    await self._ask_to_stop(processes.values())
+                    await self._ask_to_stop([process for process, _ in started])
             except (OSError, LaunchError) as error:
                 self.fail(str(error))
             finally:
                 with anyio.CancelScope(shield=True):
-                    await self._fence(processes)
+                    await self._fence(started)
                 tasks.cancel_scope.cancel()
         if self._ended_itself and self._last_words:
             self._cause = self.engine.cause = f"{self._cause}: {self._last_words}"
 
-    async def _start(self, rank: Rank, tasks: TaskGroup) -> Running:
-        self._telemetry.emit(Event.ENGINE_STARTING, **rank.fields())
-        process = await self._launcher(self.engine, rank)
-        rank.pid = process.pid
-        rank.started_at = anyio.current_time()
-        self._telemetry.emit(Event.ENGINE_STARTED, **rank.fields(), pid=process.pid, argv=list(process.argv))
-        tasks.start_soon(process.relay, partial(self._line, rank))
-        tasks.start_soon(self._watch_exit, rank, process)
-        return process
+    async def _start(self, ranks: Sequence[Rank], tasks: TaskGroup) -> Started:
+        for rank in ranks:
+            self._telemetry.emit(Event.ENGINE_STARTING, **rank.fields())
+        process = await self._launcher(self.engine, ranks)
+        for rank in ranks:
+            rank.pid = process.pid
+            rank.started_at = anyio.current_time()
+            self._telemetry.emit(Event.ENGINE_STARTED, **rank.fields(), pid=process.pid, argv=list(process.argv))
+        started = Started(process, ranks)
+        tasks.start_soon(process.relay, self._relay_to(ranks))
+        tasks.start_soon(self._watch_exit, started)
+        return started
 
-    async def _until_over(self, ranks: list[Rank]) -> None:
+    async def _until_over(self, ranks: list[Rank], processes: Sequence[Running]) -> None:
         """Waits for readiness (with its deadline), then for the end of this life."""
         allowed = self._deadlines.ready
         with anyio.move_on_after(allowed):
             await self._changes.until(lambda: self._over.is_set() or all(rank.ready for rank in ranks))
+            await self._until_served(processes)
         if self._over.is_set():
             return
-        if not all(rank.ready for rank in ranks):
+        if not self._served:
             missing = [str(rank.number) for rank in ranks if not rank.ready]
-            self.fail(f"not ready within {allowed:g} s (ranks {', '.join(missing)})")
+            who = f"ranks {', '.join(missing)}" if missing else "its HTTP server does not answer"
+            self.fail(f"not ready within {allowed:g} s ({who})")
             return
         self.engine.cause = None
         if self.engine.state is EngineState.STARTING:
@@ -220,17 +239,39 @@ class EngineRunner:
         )
         await self._over.wait()
 
-    async def _watch_exit(self, rank: Rank, process: Running) -> None:
+    async def _until_served(self, processes: Sequence[Running]) -> None:
+        """Waits until every process serves, or this life ends."""
+        async with anyio.create_task_group() as tasks:
+
+            async def serving() -> None:
+                for process in processes:
+                    await process.serving()
+                self._served = True
+                tasks.cancel_scope.cancel()
+
+            tasks.start_soon(serving)
+            await self._over.wait()
+            tasks.cancel_scope.cancel()
+
+    async def _watch_exit(self, started: Started) -> None:
         """Says how a process ended, whoever ended it."""
+        process, ranks = started
         code = await process.reaped()
         how = _how(code)
         expected = self._over.is_set()
-        self._telemetry.emit(
-            Event.ENGINE_EXITED, "info" if expected else "error", **rank.fields(), pid=process.pid,
-            exit_code=code if code >= 0 else None, signal=how if code < 0 else None,
-        )  # fmt: skip
+        for rank in ranks:
+            self._telemetry.emit(
+                Event.ENGINE_EXITED, "info" if expected else "error", **rank.fields(), pid=process.pid,
+                exit_code=code if code >= 0 else None, signal=how if code < 0 else None,
+            )  # fmt: skip
         self._ended_itself = self._ended_itself or not expected
-        self.fail(f"rank {rank.number} ended ({how})")
+        numbers = ", ".join(str(rank.number) for rank in ranks)
+        self.fail(f"rank{'s' if len(ranks) > 1 else ''} {numbers} ended ({how})")
+
+    def _relay_to(self, ranks: Sequence[Rank]) -> Callable[[str, str], None]:
+        """Where the output of a process goes: a line that names one of its ranks is that rank's."""
+        by_number: dict[int | None, Rank] = {rank.number: rank for rank in ranks}
+        return lambda stream, text: self._line(by_number.get(rank_of(text), ranks[0]), stream, text)
 
     def _line(self, rank: Rank, stream: str, text: str) -> None:
         if stream == "stderr" and text.strip():
@@ -252,30 +293,33 @@ class EngineRunner:
             for process in processes:
                 await process.reaped()
 
-    async def _fence(self, processes: dict[str, Running]) -> None:
+    async def _fence(self, started: Sequence[Started]) -> None:
         """Kills and reaps. Nothing else proves that a rank writes no more, so nothing else ends this wait."""
-        for process in processes.values():
+        for process, _ in started:
             process.kill()
-        for incarnation, process in processes.items():
-            rank = self.engine.ranks[incarnation]
-            while True:
-                with anyio.move_on_after(self._deadlines.fence):
-                    await process.reaped()
-                    break
-                self._telemetry.emit(
-                    Event.ENGINE_EVIDENCE, "error", **rank.fields(),
-                    cause=f"killed, and not reaped within {self._deadlines.fence:g} s",
-                )  # fmt: skip
-            if rank.link is not None:
-                rank.link.close("its process ended")
-            self._telemetry.emit(Event.ENGINE_FENCED, **rank.fields(), pid=process.pid)
-            self._desk.gone(incarnation)
+        for process, ranks in started:
+            await self._reaped(process, ranks[0])
+            for rank in ranks:
+                if rank.link is not None:
+                    rank.link.close("its process ended")
+                self._telemetry.emit(Event.ENGINE_FENCED, **rank.fields(), pid=process.pid)
+                self._desk.gone(rank.incarnation)
         with anyio.move_on_after(LAST_LINES):
-            for process in processes.values():
+            for process, _ in started:
                 await process.relayed.wait()
-        for process in processes.values():
+        for process, _ in started:
             await process.close()
         self.engine.ranks = {}
+
+    async def _reaped(self, process: Running, rank: Rank) -> None:
+        while True:
+            with anyio.move_on_after(self._deadlines.fence):
+                await process.reaped()
+                return
+            self._telemetry.emit(
+                Event.ENGINE_EVIDENCE, "error", **rank.fields(),
+                cause=f"killed, and not reaped within {self._deadlines.fence:g} s",
+            )  # fmt: skip
 
 
 def _how(code: int) -> str:

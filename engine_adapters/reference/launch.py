@@ -11,6 +11,10 @@ from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, Launch
 _NEEDS = ("torch", "numpy", "nixl_cu12")
 
 
+def processes(ranks: int) -> int:
+    return ranks
+
+
 def launch(request: LaunchRequest) -> LaunchSpec:
     """Raises AdapterError if torch, numpy or NIXL is not installed."""
     missing = [name for name in _NEEDS if find_spec(name) is None]

@@ -90,7 +90,7 @@ def test_keys_of_engines_are_named_with_their_index() -> None:
         for problem in (
             "engines[1].hicache.pages: expected an integer of at least 1, found 0",
             'engines[1].hicache.pagse: unknown key "pagse". '
-            + guess.format("pages", "enabled, h2d_gbps, load_threshold_pages, pages"),
+            + guess.format("pages", "enabled, h2d_gbps, load_threshold_pages, pages, ratio"),
             'engines[2].role: unknown value "prefil". ' + guess.format("prefill", "decode, prefill, single"),
             "engines[2].ranks: expected an integer of at least 1, found 0",
             "engines[2].name: is missing; expected a string",

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -242,7 +242,10 @@ async def test_an_engine_that_cannot_live_is_given_up_with_its_last_words(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     class Hopeless:
-        async def __call__(self, engine: Engine, rank: Rank) -> RankProcess:
+        def processes_of(self, engine: Engine) -> int:
+            return 1
+
+        async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> RankProcess:
             return await start((sys.executable, "-c", "raise SystemExit('no such device')"), {})
 
     monkeypatch.setitem(restart.POLICIES, "twice", lambda: restart.Backoff(initial=0.01, tries=1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import sys
-from collections.abc import AsyncIterator, Callable
+from collections.abc import AsyncIterator, Callable, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -69,6 +69,9 @@ class FakeProcess:
                 self._code = 1
         self._over.set()
 
+    async def serving(self) -> None:
+        return
+
     async def reaped(self) -> int:
         await self._over.wait()
         await self.reapable.wait()
@@ -122,7 +125,11 @@ class InProcess:
         self.processes: dict[str, FakeProcess] = {}
         self.link = ""
 
-    async def __call__(self, engine: Engine, rank: Rank) -> FakeProcess:
+    def processes_of(self, engine: Engine) -> int:
+        return engine.config.ranks
+
+    async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> FakeProcess:
+        (rank,) = ranks
         request = {"engine": msgspec.to_builtins(engine.config), "rank": rank.number,
                    "incarnation": rank.incarnation, "link": self.link}  # fmt: skip
         fake = fake_engine.from_request(request)
@@ -138,7 +145,11 @@ class Children:
     def __init__(self, link: str) -> None:
         self._link = link
 
-    async def __call__(self, engine: Engine, rank: Rank) -> RankProcess:
+    def processes_of(self, engine: Engine) -> int:
+        return engine.config.ranks
+
+    async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> RankProcess:
+        (rank,) = ranks
         request = {"engine": msgspec.to_builtins(engine.config), "rank": rank.number,
                    "incarnation": rank.incarnation, "link": self._link}  # fmt: skip
         script = str(Path(fake_engine.__file__))

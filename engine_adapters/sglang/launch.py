@@ -1,0 +1,100 @@
+"""How an SGLang server is started: one process tree for all its ranks, and what can be known before is checked."""
+
+from __future__ import annotations
+
+import os
+import socket
+from collections.abc import Sequence
+
+import msgspec
+
+from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, LaunchSpec, encode_request
+from dsv4ctl.engine_adapters.sglang import environment
+from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, EngineTable, check, command_line, declared
+
+#: Releases that the hooks were verified on.
+VERIFIED = ("0.5.16", "0.5.23")
+_ANY_HOST = ("0.0.0.0", "::")
+
+
+def processes(ranks: int) -> int:
+    return 1
+
+
+def launch(request: LaunchRequest) -> LaunchSpec:
+    """Raises AdapterError with one line for whatever would make the server fail, or serve unguarded."""
+    engine = msgspec.convert(request.engine, EngineTable)
+    table = engine.sglang
+    if not table.model:
+        raise AdapterError("sglang.model is not set: a folder with a model, or its Hugging Face name")
+    installed = environment.ask(table.python, table.env)
+    lacking = environment.missing(
+        installed, table.python, transfers=engine.role != "single", gpu=_device(table.extra_args) == "cuda"
+    )
+    if lacking is not None:
+        raise AdapterError(lacking)
+    release = installed.sglang or ""
+    _check_release(release, engine)
+    try:
+        check(table.extra_args, declared(installed.package), release)
+    except ArgumentError as error:
+        raise AdapterError(f"sglang.extra_args: {error}") from error
+    host = "127.0.0.1" if engine.host in _ANY_HOST else engine.host
+    engine = _with_ports(engine, host)
+    argv = (table.python, "-m", "sglang.launch_server", *command_line(engine, request.model))
+    ports = {"port": engine.port, "bootstrap_port": engine.bootstrap_port}
+    request = msgspec.structs.replace(request, engine={**request.engine, **ports})
+    return LaunchSpec(argv, _environment(request, engine, host), tree=True, health=(host, engine.port, "/health"))
+
+
+def _check_release(release: str, engine: EngineTable) -> None:
+    table = engine.sglang
+    if release in VERIFIED:
+        return
+    if not table.allow_unverified:
+        known = ", ".join(VERIFIED)
+        raise AdapterError(
+            f"SGLang {release} is not verified (verified: {known}); sglang.allow_unverified starts it anyway"
+        )
+    if engine.ranks > 1 and "--disable-overlap-schedule" not in table.extra_args:
+        raise AdapterError(
+            f"the overlap schedule of SGLang {release} can desynchronise {engine.ranks} ranks at a mass abort: "
+            "add --disable-overlap-schedule to sglang.extra_args"
+        )
+
+
+def _environment(request: LaunchRequest, engine: EngineTable, host: str) -> dict[str, str]:
+    """What `engine.sglang.env` says wins."""
+    defaults = {
+        "PYTHONUNBUFFERED": "1",
+        "SGLANG_HOST_IP": host,
+        "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token; progress is the watchdog's
+    }
+    given = {name: value for name, value in defaults.items() if name not in os.environ}
+    return {**given, **engine.sglang.env, **encode_request(request)}
+
+
+def _with_ports(engine: EngineTable, host: str) -> EngineTable:
+    """A port that is 0 is chosen here: SGLang must be told one, and so must the hooks."""
+    port = engine.port or _free_port(host)
+    bootstrap = engine.bootstrap_port
+    if engine.role == "prefill" and not bootstrap:
+        bootstrap = _free_port(host)
+    return msgspec.structs.replace(engine, port=port, bootstrap_port=bootstrap)
+
+
+def _free_port(host: str) -> int:
+    with socket.socket(socket.AF_INET6 if ":" in host else socket.AF_INET, socket.SOCK_STREAM) as probe:
+        probe.bind((host, 0))
+        number: int = probe.getsockname()[1]
+        return number
+
+
+def _device(extra: Sequence[str]) -> str:
+    """What `--device` says; CUDA if it says nothing."""
+    for at, word in enumerate(extra):
+        if word == "--device" and at + 1 < len(extra):
+            return extra[at + 1]
+        if word.startswith("--device="):
+            return word.partition("=")[2]
+    return "cuda"
