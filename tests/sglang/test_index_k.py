@@ -12,7 +12,8 @@ from dsv4ctl.engine_adapters.sglang.index_k import geometry, hooks, read, store
 from dsv4ctl.engine_adapters.sglang.index_k.pages import IndexKeys, pages_of
 from dsv4ctl.engine_adapters.sglang.index_k.targets import store_targets_reference
 from dsv4ctl.engine_adapters.sglang.index_k.targets_triton import store_targets_triton
-from dsv4ctl.kernels import index_k
+from dsv4ctl.kernels import index_k, ops
+from dsv4ctl.kernels.logits import QueryBlocks
 
 
 def plan_of(*rows: tuple[int, int]) -> torch.Tensor:
@@ -102,6 +103,48 @@ def test_logits_take_the_shapes_of_sglangs_indexer() -> None:
     assert read.paged_logits(q[:0], cache, weights[:0], lengths[:0], table[:0], None, 128).shape == (0, 128)
     with pytest.raises(ValueError, match="32 heads"):
         read.paged_logits(q[:, :, :32], cache, weights, lengths, table, None, 128)
+
+
+def test_queries_of_one_sequence_share_its_keys_in_an_eager_prefill_and_the_logits_stay(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pages = torch.randn(6, 64, 128).to(torch.bfloat16)
+    cache = IndexKeys(pages.view(torch.uint8).view(6, -1))
+    q, weights = torch.randn(7, 1, 64, 128).to(torch.bfloat16), torch.randn(7, 64)
+    table = torch.tensor([[3, 1]] * 5 + [[2, 0]] * 2, dtype=torch.int32)
+    lengths = torch.tensor([65, 66, 66, 67, 67, 3, 4])
+    seen: list[QueryBlocks] = []
+    plain = ops.paged_logits
+    monkeypatch.setattr(ops, "paged_logits", lambda *a, **k: (seen.append(a[5]), plain(*a, **k)))
+
+    def run(**changes: object) -> torch.Tensor:
+        out: list[torch.Tensor] = []
+        batch = SimpleNamespace(
+            forward_mode=SimpleNamespace(name="EXTEND"), _original_forward_mode=None, tbo_parent_token_range=None,
+            extend_seq_lens_cpu=[5, 2],
+        )  # fmt: skip
+        vars(batch).update(changes)
+        body = lambda backend, forward_batch: out.append(  # noqa: E731
+            read.paged_logits(q, cache, weights, lengths, table, None, 128).nan_to_num()
+        )
+        read.forward_c4_indexer(body, object(), forward_batch=batch)
+        return torch.where(torch.arange(128) < lengths[:, None], out[0], 0.0)
+
+    shared = run()
+    assert seen[-1].rows == 4
+    assert seen[-1].first.tolist() == seen[-1].sequence.tolist() == [0, 4, 5]
+    others: list[dict[str, object]] = [
+        {"extend_seq_lens_cpu": [5, 1]},
+        {"extend_seq_lens_cpu": None},
+        {"forward_mode": SimpleNamespace(name="DECODE")},
+        {"tbo_parent_token_range": (0, 7)},
+        {"_original_forward_mode": "EXTEND"},
+    ]
+    for changes in others:
+        assert torch.allclose(run(**changes), shared, atol=1e-4)
+        assert seen[-1].rows == 1
+    read.paged_logits(q, cache, weights, lengths, table, None, 128)
+    assert seen[-1].rows == 1
 
 
 def test_a_pool_with_the_fp4_indexer_or_another_head_dim_is_refused() -> None:

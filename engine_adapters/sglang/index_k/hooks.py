@@ -23,6 +23,7 @@ _COMMON: list[Hook] = [
     (f"{_POOL}.DeepSeekV4IndexerPool._create_buffer", "after", geometry.created),
     (f"{_POOL}.DeepSeekV4TokenToKVPool.get_index_k_with_scale_buffer", "after", read.index_keys),
     (f"{_INDEXER}.fused_q_indexer_rope_hadamard_quant", "replace", read.index_queries),
+    (f"{_INDEXER}.C4IndexerBackendMixin.forward_c4_indexer", "around", read.forward_c4_indexer),
     (f"{_INDEXER}.fp8_paged_mqa_logits_torch", "replace", read.paged_logits),
     (f"{_INDEXER}.fp8_paged_mqa_logits_torch_sm120", "replace", read.paged_logits),
     (f"{_UTILS}.get_hash_str", "around", geometry.page_hash),
