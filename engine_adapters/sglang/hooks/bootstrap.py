@@ -1,0 +1,107 @@
+"""The loops that hear other ranks: they live through any frame, and their death is reported."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
+from sglang.srt.disaggregation.utils import DisaggregationMode
+
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
+from dsv4ctl.engine_adapters.sglang import peers, rank
+from dsv4ctl.engine_adapters.sglang.peers import Trailer
+
+logger = logging.getLogger(__name__)
+
+
+def start(manager: Any) -> None:
+    """Instead of SGLang's bootstrap thread of a prefill rank."""
+    here = _bound(manager)
+    here.thread("bootstrap", lambda: serve(manager, here, lambda parts: from_decode(manager, here, parts)))
+
+
+def listen(_: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
+    """Beside SGLang's manager of a decode rank, which does not read its socket itself."""
+    if manager.disaggregation_mode == DisaggregationMode.DECODE:
+        here = _bound(manager)
+        here.thread("acks", lambda: serve(manager, here, lambda parts: from_prefill(here, parts)))
+
+
+def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
+    """Never returns. A frame that can't be handled is logged, counted and dropped."""
+    while True:
+        parts = manager.server_socket.recv_multipart()
+        try:
+            handle(parts)
+        except Exception as error:  # noqa: BLE001 - whatever a frame does, the next one is heard
+            here.counters["bad_frames"] += 1
+            room = parts[2][:20] if len(parts) > 2 and parts[0] == GUARD else parts[1][:20] if len(parts) > 1 else b""
+            logger.warning("a frame of room %r from another rank is refused: %r", room, error)
+
+
+def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:
+    """One frame at a prefill rank. Raises for anything that it can't use."""
+    parts, trailer = peers.split_trailer(parts)
+    if trailer is None:
+        raise ValueError(f"{len(parts)} parts beginning with {parts[0][:16]!r} of no rank of this control plane")
+    if parts[0] == b"ABORT":
+        here.rooms.heard(trailer.incarnation, _endpoint(parts[2], parts[3]))
+        here.agent.peer_abort(
+            RoomKey(int(parts[1]), trailer.generation),
+            trailer.incarnation,
+            AbortSource.ENGINE_FAULT,
+            "the decode rank aborted it",
+        )
+        return
+    if parts[0] != GUARD:
+        raise ValueError(f"a frame {parts[0][:16]!r}: ABORT or {GUARD!r} expected")
+    body = parts[1:]
+    here.rooms.heard(trailer.incarnation, _endpoint(body[1], body[2]))
+    if body[0] == b"None":
+        manager._add_remote_peer(KVArgsRegisterInfo.from_zmq(body))
+        return
+    _destination(manager, here, TransferInfo.from_zmq(body), trailer)
+
+
+def _destination(manager: Any, here: rank.Rank, info: Any, trailer: Trailer) -> None:
+    if not here.rooms.destination(RoomKey(info.room, trailer.generation), trailer.incarnation):
+        return
+    infos = manager.transfer_infos.setdefault(info.room, {})
+    infos[info.agent_name] = info
+    if len(infos) < info.required_dst_info_num:
+        return
+    manager.resolve_kv_replica_factor(infos)
+    prefixes = (known.decode_prefix_len for known in infos.values())
+    manager.req_to_decode_prefix_len[info.room] = next((n for n in prefixes if n is not None), 0)
+    manager.update_status(info.room, KVPoll.WaitingForInput)
+
+
+def from_prefill(here: rank.Rank, parts: list[bytes]) -> None:
+    """One frame at a decode rank. Raises ValueError for anything that it can't use."""
+    match peers.decode(parts):
+        case peers.Ack(key, incarnation, outcome):
+            here.agent.peer_ack(key, incarnation, outcome)
+        case peers.Digests():
+            here.counters["unasked_digests"] += 1
+
+
+def _bound(manager: Any) -> rank.Rank:
+    here = rank.here()
+    if here is None:
+        raise RuntimeError("a transfer manager was made before its scheduler was attached")
+
+    def failed(room: int, reason: str) -> None:
+        manager.record_failure(room, reason)
+        manager.update_status(room, KVPoll.Failed)
+
+    here.rooms.failed = failed
+    here.rooms.address = (str(manager.local_ip).encode(), str(manager.rank_port).encode())
+    return here
+
+
+def _endpoint(ip: bytes, port: bytes) -> str:
+    host = ip.decode("ascii")
+    return f"tcp://[{host}]:{int(port)}" if ":" in host else f"tcp://{host}:{int(port)}"

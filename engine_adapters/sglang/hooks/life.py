@@ -1,0 +1,37 @@
+"""A scheduler's life: attached, connected, and its forwards."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4ctl.controlplane.link.wire import Role
+from dsv4ctl.engine_adapters.sglang import rank
+
+
+def attach(stock: Any, scheduler: Any) -> Any:
+    rank.attach(scheduler)
+    return stock(scheduler)
+
+
+def connect(stock: Any, scheduler: Any) -> Any:
+    here = rank.here()
+    if here is not None:
+        here.connect()
+    return stock(scheduler)
+
+
+def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    here = rank.here()
+    if here is not None and here.role is Role.PREFILL and batch.forward_mode.is_extend():
+        for request in batch.reqs:
+            here.rooms.forward_begin(request.bootstrap_room)
+    return stock(scheduler, batch, *args, **kwargs)
+
+
+def batch_result(stock: Any, scheduler: Any, batch: Any, result: Any) -> Any:
+    answer = stock(scheduler, batch, result)
+    here = rank.here()
+    if here is not None:
+        for request in batch.reqs:
+            here.rooms.forward_end(request.bootstrap_room)
+    return answer

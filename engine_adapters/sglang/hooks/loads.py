@@ -1,0 +1,70 @@
+"""HiCache loads: opened where their pages become visible, launched behind what they overwrite and what they read."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
+from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.loads import Copy, PageNumbers
+
+
+def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
+    """The pages of one of SGLang's cache operations. State pools share the window's indices."""
+    sides: dict[str, dict[str, PageNumbers]] = {"device": {}, "host": {}}
+    parts = [("full", operation, here.pools.page_tokens)]
+    parts += [
+        ("swa", transfer, here.pools.window_page_tokens)
+        for transfer in operation.pool_transfers or ()
+        if str(getattr(transfer.name, "value", transfer.name)) == "swa" and transfer.indices_from_pool is None
+    ]
+    for space, part, tokens in parts:
+        for side, pages in sides.items():
+            indices = getattr(part, f"{side}_indices")
+            if indices is not None and len(indices):
+                pages[space] = PageNumbers(indices, tokens)
+    return Copy(kind, sides["device"], sides["host"], operation=operation)
+
+
+def load_back(stock: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
+    here, controller = rank.here(), tree.cache_controller
+    if here is None or controller is None:
+        return stock(tree, *args, **kwargs)
+    here.copies.settle()
+    before = len(controller.load_queue)
+    loaded = stock(tree, *args, **kwargs)
+    here.copies.promised([copy_of(here, LoadKind.HICACHE, op) for op in controller.load_queue[before:]])
+    return loaded
+
+
+def start_loading(stock: Any, controller: Any) -> Any:
+    here = rank.here()
+    if here is None or not controller.load_queue:
+        return stock(controller)
+    copies = here.copies.unlaunched()
+    known = {id(copy.operation) for copy in copies}
+    others = [op for op in controller.load_queue if id(op) not in known]
+    if others:
+        promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
+        here.copies.promised(promised)
+        copies += promised
+    # A reclaimed page may still be written by the forward that runs.
+    controller.load_stream.wait_stream(here.scheduler.forward_stream)
+    if here.gate.guarded(Guard.LOAD):
+        for event in here.copies.waits(LoadKind.BACKUP):
+            controller.load_stream.wait_event(event)
+    producer = stock(controller)
+    here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events)
+    return producer
+
+
+def update_producer(stock: Any, counter: Any) -> Any:
+    """The events of the load before the last two are recorded anew: it has to be over."""
+    here = rank.here()
+    if here is not None:
+        finish = counter.events[(counter.producer_index + 1) % counter.num_counters].finish_event
+        if not finish.query():
+            finish.synchronize()
+            here.counters["load_waits"] += 1
+        here.copies.settle()
+    return stock(counter)

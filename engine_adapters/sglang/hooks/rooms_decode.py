@@ -1,0 +1,117 @@
+"""Rooms on a decode rank: pages and metadata slot are given back when every writer is quiet, not before."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
+from sglang.srt.managers.schedule_batch import FINISH_ABORT
+from sglang.srt.utils.network import NetworkAddress
+
+from dsv4ctl.controlplane.rooms.states import AbortSource
+from dsv4ctl.controlplane.tickets.types import Guard
+from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
+from dsv4ctl.engine_adapters.sglang.peers import with_trailer
+
+
+def created(_: Any, receiver: Any, *args: Any, **kwargs: Any) -> None:
+    here = rank.here()
+    if here is not None and not here.rooms.live(receiver.bootstrap_room):
+        receiver.kv_mgr.record_failure(receiver.bootstrap_room, "the room is aborted, or was not opened here")
+        receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
+
+
+class _Signed:
+    """A socket whose frames say which incarnation sends them, and of which generation of the room."""
+
+    def __init__(self, socket: Any, here: rank.Rank) -> None:
+        self._socket = socket
+        self._here = here
+
+    def send_multipart(self, parts: list[bytes], *args: Any, **kwargs: Any) -> Any:
+        room = None if parts[1] == b"None" else int(parts[1])
+        return self._socket.send_multipart(with_trailer(parts, self._here.rooms.trailer(room)), *args, **kwargs)
+
+
+def socket(stock: Any, receiver_class: Any, *args: Any, **kwargs: Any) -> Any:
+    plain, lock = stock(receiver_class, *args, **kwargs)
+    here = rank.here()
+    return (plain if here is None else _Signed(plain, here)), lock
+
+
+def expose(stock: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+    here = rank.here()
+    if here is None:
+        return stock(receiver, kv_indices, *args, **kwargs)
+    room = here.rooms.find(receiver.bootstrap_room)
+    infos = receiver.bootstrap_infos or ()
+    endpoints = [NetworkAddress(info["rank_ip"], info["rank_port"]).to_tcp() for info in infos]
+    if room is None or not here.rooms.expose(room, endpoints, len(kv_indices)):
+        receiver.kv_mgr.record_failure(receiver.bootstrap_room, "the room is aborted, or was not opened here")
+        receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
+        return None
+    return stock(receiver, kv_indices, *args, **kwargs)
+
+
+def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, server_args: Any) -> Any:
+    """A verdict of this rank alone: the reduction that follows makes it everyone's."""
+    stock(polls, decode_reqs, buffers, server_args)
+    here = rank.here()
+    if here is None:
+        return
+    for i, status in enumerate(polls):
+        if status == KVPoll.Success and decode_reqs[i].req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
+            polls[i] = _verdict(here, decode_reqs[i], buffers)
+
+
+def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
+    number = decode_req.req.bootstrap_room
+    room = here.rooms.find(number)
+    written = int(buffers.bootstrap_room[decode_req.metadata_buffer_index, 0].item())
+    if written != number:
+        here.counters["metadata_mismatches"] += 1
+        here.rooms.fail(number, f"the metadata slot holds room {written}", AbortSource.INTEGRITY)
+        return int(KVPoll.Failed)
+    if room is None or room.dropped:
+        return int(KVPoll.Failed)
+    if not room.verified:
+        here.rooms.landed(room)
+    return int(KVPoll.Success)
+
+
+def hold(stock: Any, transfer_queue: Any) -> list[int]:
+    polls: list[int] = stock(transfer_queue)
+    here = rank.here()
+    if here is None or KVPoll.Failed not in polls or not here.gate.guarded(Guard.QUIESCE):
+        return polls
+    holds = [
+        status == KVPoll.Failed and _holds(here, decode_req.req)
+        for status, decode_req in zip(polls, transfer_queue.queue, strict=True)
+    ]
+    held = any_rank(holds, transfer_queue.gloo_group)
+    return [KVPoll.Transferring if stays else status for status, stays in zip(polls, held, strict=True)]
+
+
+def _holds(here: rank.Rank, request: Any) -> bool:
+    if request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+        return False
+    here.rooms.fail(request.bootstrap_room, "the transfer failed")
+    return here.rooms.held(request.bootstrap_room)
+
+
+def commit(stock: Any, transfer_queue: Any, decode_req: Any) -> Any:
+    answer = stock(transfer_queue, decode_req)
+    here = rank.here()
+    if here is not None and not isinstance(decode_req.req.finished_reason, FINISH_ABORT):
+        here.rooms.forward_begin(decode_req.req.bootstrap_room)
+    return answer
+
+
+def released(stock: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
+    answer = stock(request, *args, **kwargs)
+    here = rank.here()
+    if here is not None:
+        here.rooms.left(getattr(request, "bootstrap_room", None), bool(request.finished()))
+    return answer

@@ -1,0 +1,73 @@
+"""Rooms on a prefill rank: what failed gives its source pages back only when its writer is quiet on every rank."""
+
+from __future__ import annotations
+
+import time
+from typing import Any
+
+from sglang.srt.disaggregation.base import KVPoll
+
+from dsv4ctl.controlplane.rooms.states import AbortSource
+from dsv4ctl.controlplane.tickets.types import Guard
+from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
+
+
+def created(_: Any, sender: Any, *args: Any, **kwargs: Any) -> None:
+    here = rank.here()
+    sender.dsv4ctl_since = time.monotonic()
+    if here is not None and not here.rooms.live(sender.bootstrap_room):
+        sender.kv_mgr.record_failure(sender.bootstrap_room, "the room is aborted, or was not opened here")
+        sender.kv_mgr.update_status(sender.bootstrap_room, KVPoll.Failed)
+
+
+def poll(stock: Any, sender: Any) -> Any:
+    status = stock(sender)
+    here = rank.here()
+    if status != KVPoll.Bootstrapping or here is None:
+        return status
+    waited = time.monotonic() - sender.dsv4ctl_since
+    if waited < sender.kv_mgr.bootstrap_timeout:
+        return status
+    reason = f"no decode rank told where to write within {waited:.0f} s"
+    here.rooms.fail(sender.bootstrap_room, reason, AbortSource.DEADLINE)
+    sender.kv_mgr.record_failure(sender.bootstrap_room, reason)
+    sender.kv_mgr.update_status(sender.bootstrap_room, KVPoll.Failed)
+    return KVPoll.Failed
+
+
+def agree(stock: Any, pollers: Any, cp_group: Any, tp_group: Any) -> list[int]:
+    polls: list[int] = stock(pollers, cp_group, tp_group)
+    here = rank.here()
+    if here is None or KVPoll.Failed not in polls or not here.gate.guarded(Guard.QUIESCE):
+        return polls
+    holds = [
+        status == KVPoll.Failed and _holds(here, getattr(poller, "bootstrap_room", None))
+        for status, poller in zip(polls, pollers, strict=True)
+    ]
+    held = any_rank(holds, tp_group, cp_group)
+    return [KVPoll.Transferring if hold else status for status, hold in zip(polls, held, strict=True)]
+
+
+def chunked_abort(stock: Any, scheduler: Any) -> Any:
+    here = rank.here()
+    request = scheduler._pending_chunked_abort_req
+    if (
+        here is not None
+        and request is not None
+        and scheduler.chunked_req is request
+        and here.gate.guarded(Guard.QUIESCE)
+        and any_rank([_holds(here, request.bootstrap_room)], scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group)[
+            0
+        ]
+    ):
+        return None  # the next turn looks again
+    return stock(scheduler)
+
+
+def _holds(here: rank.Rank, room: int | None) -> bool:
+    """Aborts a room that failed here or elsewhere; whether a write of it may still be in flight."""
+    if room is None:
+        return False
+    here.rooms.fail(room, "the transfer failed")
+    return here.rooms.held(room)

@@ -1,0 +1,110 @@
+"""Frames of ours between a decode and a prefill rank, beside SGLang's own on the same ZeroMQ sockets.
+
+To a prefill rank: SGLang's frame with two parts more, `MARK` and a `Trailer`; SGLang reads parts by their place and
+never sees them. To a decode rank: `MARK` and one of `Ack`, `Digests`.
+"""
+
+from __future__ import annotations
+
+import queue
+from collections import Counter
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+import zmq
+
+from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey
+
+MARK = b"dsv4ctl"
+_SEND_MILLISECONDS = 5_000
+
+
+class Trailer(msgspec.Struct, frozen=True):
+    """Who speaks to a prefill rank, and of which generation of the room (0: of none)."""
+
+    incarnation: str
+    generation: int
+
+
+class Ack(msgspec.Struct, tag=True, frozen=True):
+    """The writer `incarnation` is quiet for the room."""
+
+    key: RoomKey
+    incarnation: str
+    outcome: Quiet
+
+
+class Digests(msgspec.Struct, tag=True, frozen=True):
+    """Page digests of what `incarnation` wrote: uint64 little-endian [buffers, pages], pages in logical order."""
+
+    key: RoomKey
+    incarnation: str
+    buffers: int
+    values: bytes
+
+
+ToDecode = Ack | Digests
+
+
+def decode(parts: list[bytes]) -> ToDecode:
+    """Raises ValueError for what is no frame of ours."""
+    if len(parts) != 2 or parts[0] != MARK:
+        raise ValueError(f"{len(parts)} parts beginning with {parts[0][:16] if parts else b''!r}")
+    try:
+        return msgspec.msgpack.decode(parts[1], type=ToDecode)
+    except msgspec.DecodeError as error:
+        raise ValueError(str(error)) from error
+
+
+def split_trailer(parts: list[bytes]) -> tuple[list[bytes], Trailer | None]:
+    """SGLang's parts and our trailer, if there is one. Raises ValueError if it can't be read."""
+    if len(parts) < 3 or parts[-2] != MARK:
+        return parts, None
+    try:
+        return parts[:-2], msgspec.msgpack.decode(parts[-1], type=Trailer)
+    except msgspec.DecodeError as error:
+        raise ValueError(f"trailer: {error}") from error
+
+
+def with_trailer(parts: list[bytes], trailer: Trailer) -> list[bytes]:
+    return [*parts, MARK, msgspec.msgpack.encode(trailer)]
+
+
+class Outbox:
+    """Sends frames from a thread of its own: hooks of the agent must not block. A lost frame is counted."""
+
+    def __init__(self, counters: Counter[str]) -> None:
+        self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
+        self._counters = counters
+        self._context = zmq.Context()
+        self._sockets: dict[str, Any] = {}
+
+    def send(self, endpoint: str, parts: list[bytes]) -> None:
+        self._queue.put(lambda: self._send(endpoint, parts))
+
+    def call(self, function: Callable[[], None]) -> None:
+        """Runs `function` on the thread, after what was queued before; it may send."""
+        self._queue.put(function)
+
+    def run(self) -> None:
+        """The thread's body: never returns."""
+        while True:
+            self._queue.get()()
+
+    def _send(self, endpoint: str, parts: list[bytes]) -> None:
+        try:
+            self._socket(endpoint).send_multipart(parts)
+        except zmq.ZMQError:
+            self._counters["unsent_frames"] += 1
+
+    def _socket(self, endpoint: str) -> Any:
+        found = self._sockets.get(endpoint)
+        if found is None:
+            found = self._sockets[endpoint] = self._context.socket(zmq.PUSH)
+            found.setsockopt(zmq.LINGER, 0)
+            found.setsockopt(zmq.SNDTIMEO, _SEND_MILLISECONDS)
+            if "[" in endpoint:
+                found.setsockopt(zmq.IPV6, 1)
+            found.connect(endpoint)
+        return found

@@ -1,0 +1,300 @@
+"""One scheduler process under the control plane: its ledger, its agent, its link, and the rooms it takes part in.
+
+The scheduler's loop has no event loop: hooks call in here synchronously and never block. Three threads of ours run
+beside it: `agent` (greets, ticks, reports), `peers` (frames to other ranks), and the bootstrap or acknowledgement loop.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
+from dsv4ctl.controlplane.link.codec import FrameError
+from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
+from dsv4ctl.controlplane.tickets.gate import Gate
+from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
+from dsv4ctl.controlplane.trace.format import Rank as TraceRank
+from dsv4ctl.controlplane.trace.format import page
+from dsv4ctl.controlplane.trace.ring import Ring
+from dsv4ctl.engine_adapters.agent import Agent
+from dsv4ctl.engine_adapters.protocol import LaunchRequest
+from dsv4ctl.engine_adapters.sglang.geometry import Pools
+from dsv4ctl.engine_adapters.sglang.loads import Copies
+from dsv4ctl.engine_adapters.sglang.peers import Outbox
+from dsv4ctl.engine_adapters.sglang.rooms import Rooms
+
+_GREET_SECONDS = 30.0
+
+CONSUMERS = {
+    Consumer.ATTENTION: "DeepSeekV4TokenToKVPool.get_extra_key_buffer, get_swa_key_buffer_radix: c4, c128, swa",
+    Consumer.INDEXER: "DeepSeekV4TokenToKVPool.get_index_k_with_scale_buffer: index_k",
+    Consumer.COMPRESSOR: "DeepSeekV4TokenToKVPool.get_attention_compress_states: c4_state, index_state",
+    Consumer.SENDER: "NixlKVManager.transfer_worker: NIXL reads device pages",
+    Consumer.BACKUP: "HybridCacheController.start_writing: device pages",
+    Consumer.LOAD: "HybridCacheController.start_loading: host pages",
+    Consumer.CHECKSUM: "digests: landed pages",
+}
+
+
+class _Process:
+    """What hooks find: SGLang calls them with objects of its own only."""
+
+    launch: LaunchRequest | None = None
+    rank: Rank | None = None
+
+
+def launched(request: LaunchRequest) -> None:
+    """What the control plane told this process."""
+    _Process.launch = request
+
+
+def here() -> Rank | None:
+    """The rank of this process; None while its pools are being built."""
+    return _Process.rank
+
+
+class Rank:
+    def __init__(self, launch: LaunchRequest, scheduler: Any) -> None:
+        self.scheduler = scheduler
+        self.launch = launch
+        self.role = Role(str(launch.engine["role"]))
+        self.number = int(scheduler.ps.tp_rank)
+        self.ranks = int(scheduler.ps.tp_size)
+        self.incarnation = (launch.incarnations or (launch.incarnation,))[self.number - launch.rank]
+        self.page_tokens = int(scheduler.token_to_kv_pool_allocator.page_size)
+        self.pools = Pools(scheduler.token_to_kv_pool_allocator.get_kvcache())
+        self.gate = self._make_gate()
+        self.copies = Copies(self.gate)
+        self._loops: dict[str, LoopStatus] = {}
+        self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
+        self.rooms = Rooms(self.role, self.incarnation)
+        self.agent = Agent(self.role, self.incarnation, self.gate, self.rooms, self._link.send, time.monotonic)
+        self.counters = self.agent.counters
+        self.outbox = Outbox(self.counters)
+        self.rooms.bind(self.agent, self.outbox, self.query)
+        self.thread("peers", self.outbox.run)
+
+    # ---- parts ---------------------------------------------------------------------------------------
+
+    def _make_gate(self) -> Gate:
+        host = self._host_pages()
+        spaces = self.pools.spaces(host)
+        gate = Gate(spaces, self.pools.layers, Ring(time.monotonic_ns))
+        for consumer, where in CONSUMERS.items():
+            gate.register(consumer, where)
+        gate.set_guards_off(Guard(name) for name in self.launch.unsafe_off)
+        # SGLang allocates: to the ledger every page is owned, and what the forward writes was written by it.
+        device = {name: spec.pages for name, spec in spaces.items() if not name.startswith(HOST)}
+        gate.allocate({name: spec.pages for name, spec in spaces.items()})
+        written = gate.open_load(LoadKind.FORWARD, [gate.extent(name, range(n)) for name, n in device.items()])
+        gate.layer_landed(written, self.pools.layers)
+        gate.end_load(written)
+        return gate
+
+    def _host_pages(self) -> dict[str, int]:
+        controller = getattr(self.scheduler.tree_cache, "cache_controller", None)
+        if controller is None:
+            return {}
+        entries = {str(getattr(name, "value", name)): e for name, e in controller.mem_pool_host.entry_map.items()}
+        pages = {"full": ("kv", self.pools.page_tokens), "swa": ("swa", self.pools.window_page_tokens)}
+        return {
+            space: int(entries[entry].host_pool.size) // tokens
+            for space, (entry, tokens) in pages.items()
+            if entry in entries
+        }
+
+    def thread(self, name: str, body: Callable[[], None]) -> None:
+        """Starts a loop of ours; its end is reported, and ends the engine (S8)."""
+
+        def run() -> None:
+            try:
+                body()
+                self.died(name, "it ended")
+            except Exception:
+                self.died(name, traceback.format_exc())
+                raise
+
+        self._loops[name] = LoopStatus(0)
+        threading.Thread(target=run, name=f"dsv4ctl-{name}", daemon=True).start()
+
+    def ran(self, name: str) -> None:
+        self._loops[name] = LoopStatus(self._loops[name].runs + 1)
+
+    # ---- life ----------------------------------------------------------------------------------------
+
+    def connect(self) -> None:
+        self.thread("agent", self._serve)
+
+    def _serve(self) -> None:
+        url = self._url()
+        try:
+            interval = self._link.connect(self._hello(url), _GREET_SECONDS).progress_interval
+        except (LinkRefusedError, OSError) as error:
+            return self.end(f"the control plane did not let this rank in: {error}")
+        self._link.start()
+        while True:
+            self.agent.tick()
+            self.rooms.tick()
+            self.report()
+            self.ran("agent")
+            time.sleep(interval)
+
+    def _hello(self, url: str) -> Hello:
+        arguments = self.scheduler.server_args
+        prefill = self.role is Role.PREFILL
+        return Hello(
+            wire=WIRE_VERSION,
+            engine=str(self.launch.engine["name"]),
+            role=self.role,
+            rank=self.number,
+            ranks=self.ranks,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            url=url,
+            bootstrap_port=int(arguments.disaggregation_bootstrap_port) if prefill else 0,
+            geometry=self.pools.geometry(
+                str(arguments.model_path),
+                int(self.scheduler.model_config.context_len),
+                {space: sum(counts) for space, counts in self._page_counts().items()},
+            ),
+        )
+
+    def _page_counts(self) -> dict[str, list[int]]:
+        counts: dict[str, list[int]] = {}
+        for state in ("free", "owned", "retiring", "quarantined"):
+            for space, number in self.gate.counts()[state].items():
+                counts.setdefault(space, []).append(number)
+        return counts
+
+    def _url(self) -> str:
+        arguments = self.scheduler.server_args
+        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(arguments.host, arguments.host)
+        return f"http://{host}:{arguments.port}"
+
+    def step(self) -> None:
+        """Once a turn of the scheduler's loop."""
+        self.copies.settle()
+
+    def report(self) -> None:
+        queues = self._queues()
+        self._link.send(
+            Progress(
+                steps=int(getattr(self.scheduler, "forward_ct", 0)),
+                work=queues["waiting"] + queues["running"],
+                queues=queues,
+                ledger=self.agent.ledger_counts(),
+                loops=dict(self._loops),
+                counters=self._counted(),
+            )
+        )
+
+    def _queues(self) -> dict[str, int]:
+        scheduler = self.scheduler
+        running = getattr(scheduler, "running_batch", None)
+        last = getattr(scheduler, "last_batch", None)
+        sizes = {
+            "waiting": len(scheduler.waiting_queue),
+            "running": max(0 if batch is None else len(batch.reqs) for batch in (running, last)),
+        }
+        if self.role is Role.PREFILL:
+            sizes["bootstrap"] = len(scheduler.disagg_prefill_bootstrap_queue.queue)
+            sizes["inflight"] = len(scheduler.disagg_prefill_inflight_queue)
+        elif self.role is Role.DECODE:
+            sizes["prealloc"] = len(scheduler.disagg_decode_prealloc_queue.queue)
+            sizes["transfer"] = len(scheduler.disagg_decode_transfer_queue.queue)
+        return sizes
+
+    def _counted(self) -> dict[str, int]:
+        always = ("early_sends_held", "late_acks", "digest_mismatches", "digests_compared", "ledger_refused")
+        return {
+            **dict.fromkeys(always, 0),
+            **self.copies.counters,
+            "tickets": self.gate.totals()["tickets"],
+            "held_pages": self.rooms.held_pages(),
+            **self.counters,
+            **{f"violation: {edge}": count for edge, count in self.gate.violations.items()},
+        }
+
+    def died(self, name: str, why: str) -> None:
+        last = why.strip().splitlines()[-1]
+        fault = f"the {name} thread died: {last}"
+        self._loops[name] = LoopStatus(self._loops[name].runs, fault)
+        print(f"dsv4ctl: {fault}\n{why}", file=sys.stderr, flush=True)
+        self.report()
+        self.end(fault)
+
+    def end(self, why: str) -> None:
+        """Stops serving: the way in which SGLang itself ends when a scheduler fails."""
+        print(f"dsv4ctl: this engine ends: {why}", file=sys.stderr, flush=True)
+        os.kill(os.getppid(), signal.SIGQUIT)
+
+    # ---- the link ------------------------------------------------------------------------------------
+
+    def _on_frame(self, frame: ToRank) -> None:
+        self.agent.handle(self._own(frame))
+
+    def _own(self, frame: ToRank) -> ToRank:
+        if not isinstance(frame, OpenRoom):
+            return frame
+        return msgspec.structs.replace(frame, peers=own_peers(self.number, self.ranks, frame.peers))
+
+    def _on_bad_frame(self, error: FrameError) -> None:
+        self.counters["bad_frames"] += 1
+
+    def _link_lost(self, why: str) -> None:
+        self.end(f"link lost: {why}")
+
+    def query(self, what: str) -> Any:
+        """Raises ValueError for what it can't answer."""
+        if what == "stacks":
+            return _stacks()
+        word, _, begin = what.partition(" ")
+        if word == "trace" and (begin or "0").isdecimal():
+            return page(self.gate.trace, self._trace_rank(), int(begin or 0))
+        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks or trace [NUMBER] expected")
+
+    def _trace_rank(self) -> TraceRank:
+        return TraceRank(
+            engine=str(self.launch.engine["name"]),
+            rank=self.number,
+            role=self.role.value,
+            incarnation=self.incarnation,
+            pid=os.getpid(),
+            layers=self.pools.layers,
+            monotonic_ns=time.monotonic_ns(),
+            wall_ns=time.time_ns(),
+            consumers={consumer.value: where for consumer, where in self.gate.consumers.items()},
+        )
+
+
+def attach(scheduler: Any) -> Rank:
+    """Makes the rank of this process. Call it once."""
+    if _Process.launch is None:
+        raise RuntimeError("a scheduler runs whose process was not launched by the control plane")
+    _Process.rank = Rank(_Process.launch, scheduler)
+    return _Process.rank
+
+
+def own_peers(rank: int, ranks: int, peers: tuple[str, ...]) -> tuple[str, ...]:
+    """Of the other engine's ranks, those with which this rank exchanges pages (SGLang's mapping of equal parts)."""
+    if len(peers) >= ranks:
+        each = len(peers) // ranks
+        return peers[rank * each : (rank + 1) * each]
+    return peers[rank * len(peers) // ranks :][:1]
+
+
+def _stacks() -> dict[str, str]:
+    names = {thread.ident: thread.name for thread in threading.enumerate()}
+    return {
+        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
+        for ident, frame in sys._current_frames().items()
+    }

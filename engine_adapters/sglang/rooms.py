@@ -1,0 +1,211 @@
+"""The rooms of one rank: what its agent asks of SGLang, and what SGLang's hooks ask of the agent.
+
+A record lives from `OpenRoom` until the agent says that nobody writes the room's pages any more. So a room that has
+a record and has failed is held: its pages, its metadata slot and its place in SGLang's queue stay.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Iterable
+from contextlib import suppress
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+
+from dsv4ctl.controlplane.link.wire import OpenRoom, Role
+from dsv4ctl.controlplane.rooms.effects import Refusal
+from dsv4ctl.controlplane.rooms.reader import Reader
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
+from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
+from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Outbox, Trailer, with_trailer
+
+#: Request ids remembered by room, for aborts that name the room.
+_MAX_REQUESTS = 65_536
+
+
+@dataclass(eq=False)
+class Room:
+    opening: OpenRoom
+    dropped: bool = False  #: aborting: nothing new is begun for it
+    forwards: int = 0  #: forwards counted with the agent
+    pages: int = 0  #: destination pages that writers were told
+    exposed: bool = False
+    verified: bool = False
+    writers: dict[str, str] = field(default_factory=dict)  #: on a decode rank: incarnation -> endpoint
+
+    @property
+    def key(self) -> RoomKey:
+        return self.opening.key
+
+
+class Rooms:
+    """The agent's `Hooks`, called under its lock; every other method takes no lock but the agent's."""
+
+    def __init__(self, role: Role, incarnation: str) -> None:
+        self._role = role
+        self._incarnation = incarnation
+        self._rooms: dict[int, Room] = {}
+        self._requests: dict[int, str] = {}
+        self._aborts: dict[int, None] = {}
+        self._endpoints: dict[str, str] = {}
+        self._aborts_lock = threading.Lock()
+        self.address: tuple[bytes, bytes] = (b"", b"")  #: where this rank's SGLang socket listens: IP, port
+        self.failed: Callable[[int, str], None] = lambda room, reason: None  #: marks it failed in SGLang's manager
+
+    def bind(self, agent: Agent, outbox: Outbox, query: Callable[[str], Any]) -> None:
+        self._agent = agent
+        self._outbox = outbox
+        self._query = query
+
+    # ---- the agent's hooks ---------------------------------------------------------------------------
+
+    def opened(self, opening: OpenRoom) -> None:
+        self._rooms[opening.key.room] = Room(opening)
+
+    def dropped(self, key: RoomKey, source: AbortSource, reason: str) -> None:
+        self._rooms[key.room].dropped = True
+        with self._aborts_lock:
+            self._aborts[key.room] = None
+        self.failed(key.room, f"{source.value}: {reason}")
+
+    def tell_peer(self, key: RoomKey, peer: str, source: AbortSource, reason: str) -> None:
+        """A decode rank tells its writers; a prefill rank's ack, which follows, says it."""
+        if self._role is Role.DECODE:
+            self._tell(self._rooms[key.room], peer)
+
+    def ack_peer(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
+        endpoint = self._endpoints.get(peer)
+        if endpoint is not None:  # one that has not told where it is has not told where to write either
+            ack = Ack(key, self._incarnation, outcome)
+            self._outbox.send(endpoint, [MARK, msgspec.msgpack.encode(ack)])
+
+    def release(self, key: RoomKey) -> None:
+        self._rooms.pop(key.room, None)
+        if key.room not in self._requests:
+            with self._aborts_lock:
+                self._aborts.pop(key.room, None)
+
+    def quarantine(self, key: RoomKey) -> dict[str, int]:
+        return {"full": self._rooms[key.room].pages}
+
+    def query(self, what: str) -> Any:
+        return self._query(what)
+
+    # ---- for SGLang's hooks --------------------------------------------------------------------------
+
+    def find(self, room: int | None) -> Room | None:
+        return None if room is None else self._rooms.get(room)
+
+    def live(self, room: int) -> bool:
+        """Opened here by the gateway, and not aborting."""
+        found = self._rooms.get(room)
+        return found is not None and not found.dropped
+
+    def held(self, room: int) -> bool:
+        """A failed room whose pages somebody may still write or read."""
+        return room in self._rooms
+
+    def held_pages(self) -> int:
+        return sum(room.pages for room in list(self._rooms.values()) if room.dropped)
+
+    def fail(self, room: int, reason: str, source: AbortSource = AbortSource.ENGINE_FAULT) -> None:
+        found = self._rooms.get(room)
+        if found is not None:
+            self._agent.abort(found.key, source, reason)
+
+    def apply(self, room: Room, event: Callable[[Any], list[Any]]) -> bool:
+        """False if the room's state does not allow the event, or it ended."""
+        try:
+            self._agent.apply(room.key, event)
+        except (Refusal, UnknownRoomError):
+            return False
+        return True
+
+    def forward_begin(self, number: int | None) -> None:
+        room = self.find(number)
+        if room is not None and self.apply(room, lambda half: half.forward_begin()):
+            room.forwards += 1
+
+    def forward_end(self, number: int | None) -> None:
+        room = self.find(number)
+        if room is not None and room.forwards:
+            room.forwards -= 1
+            self.apply(room, lambda half: half.forward_end())
+
+    def left(self, number: int | None, finished: bool) -> None:
+        """The room's request gave its pages back on a decode or single engine."""
+        room = self.find(number)
+        if room is None or not (finished or room.dropped) or self._role is Role.PREFILL:
+            return
+        self.forward_end(number)
+        if not room.dropped:
+            with suppress(Refusal, UnknownRoomError):
+                if self._role is Role.SINGLE:
+                    self._agent.apply(room.key, Reader.decoding)
+                self._agent.apply(room.key, Reader.finished)
+
+    def landed(self, room: Room) -> None:
+        """Everything of every writer is here, and is what they sealed."""
+        room.verified = True
+        for peer in room.opening.peers:
+            self.apply(room, lambda half, peer=peer: half.landed(peer))  # type: ignore[misc]
+        self.apply(room, Reader.verified)
+
+    def expose(self, room: Room, endpoints: Iterable[str], pages: int) -> bool:
+        """The writers are about to be told where to write. False if the room is over."""
+        room.writers = dict(zip(room.opening.peers, endpoints, strict=False))
+        room.pages = pages
+        room.exposed = self.apply(room, Reader.expose)
+        return room.exposed
+
+    def heard(self, peer: str, endpoint: str) -> None:
+        """Where a decode rank listens."""
+        self._endpoints[peer] = endpoint
+
+    def destination(self, key: RoomKey, peer: str) -> bool:
+        """A decode rank told where to write. False if nothing may be written there; it is told so."""
+        try:
+            self._agent.apply(key, lambda half: half.destination(peer))
+        except UnknownRoomError:
+            self._agent.peer_abort(key, peer, AbortSource.ENGINE_FAULT, "the room is not open on the prefill rank")
+            return False
+        return self.live(key.room)
+
+    def trailer(self, room: int | None) -> Trailer:
+        key = None if room is None else self._agent.current(room)
+        return Trailer(self._incarnation, 0 if key is None else key.generation)
+
+    # ---- aborts at the engine's agreed point -----------------------------------------------------------
+
+    def requested(self, room: int, request: str) -> None:
+        """SGLang's request `request` is that of the room."""
+        self._requests[room] = request
+        while len(self._requests) > _MAX_REQUESTS:
+            del self._requests[next(iter(self._requests))]
+
+    def take_aborts(self) -> list[str]:
+        """Requests to abort whose ids are known by now."""
+        if not self._aborts:
+            return []
+        with self._aborts_lock:
+            known = [room for room in self._aborts if room in self._requests]
+            for room in known:
+                del self._aborts[room]
+        return [self._requests[room] for room in known]
+
+    def tick(self) -> None:
+        """A few times a second: an abort is told again until its ack ends the room."""
+        if self._role is Role.DECODE:
+            for room in list(self._rooms.values()):
+                if room.dropped:
+                    for peer in room.writers:
+                        self._tell(room, peer)
+
+    def _tell(self, room: Room, peer: str) -> None:
+        endpoint = room.writers.get(peer)
+        if endpoint is None:
+            return
+        frame = [b"ABORT", str(room.key.room).encode(), *self.address]
+        self._outbox.send(endpoint, with_trailer(frame, Trailer(self._incarnation, room.key.generation)))

@@ -1,0 +1,546 @@
+"""Contract checks of the plugin on SGLang's real classes. Run as a module in a subprocess: prints {check: outcome}.
+
+Each check runs twice: with the hooks, and with hooks that find no rank and so leave everything to SGLang. It has to
+hold in the first and, but for the few that need hooks to run at all, to fail in the second.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import sys
+import threading
+import traceback
+import warnings
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+import triton  # noqa: F401 - before SGLang: it finds the installed one
+
+import sglang_stubs
+
+sglang_stubs.install()
+warnings.simplefilter("ignore")
+
+import sglang.srt.managers.scheduler as sglang_scheduler  # noqa: E402
+from sglang.srt.disaggregation import decode, utils  # noqa: E402
+from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
+from sglang.srt.disaggregation.nixl import conn  # noqa: E402
+from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
+from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver  # noqa: E402
+from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
+
+from dsv4ctl.controlplane.link.wire import Role  # noqa: E402
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
+from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
+from sglang_world import LAYERS, PEER, Manager, Queue, World, chunk  # noqa: E402
+
+CHECKS: dict[str, Callable[[bool], None]] = {}
+#: Checks that have no meaning without hooks.
+ALONE: set[str] = set()
+
+
+def check(function: Callable[[bool], None]) -> Callable[[bool], None]:
+    CHECKS[function.__name__] = function
+    return function
+
+
+def alone(function: Callable[[bool], None]) -> Callable[[bool], None]:
+    ALONE.add(function.__name__)
+    return check(function)
+
+
+def world(role: Role, hooked: bool, *off: str) -> World:
+    made = World(role, off)
+    if not hooked:
+        rank._Process.rank = None
+    return made
+
+
+# ---- loads, readers, backups ---------------------------------------------------------------------------
+
+
+def _loading(made: World) -> tuple[int, ...]:
+    """Pages of a load that is on the device and has not begun to run."""
+    for page in (0, 1):
+        made.back_up(7, page)
+    pages = made.load_back()
+    made.controller.start_loading()
+    return pages
+
+
+def _post(made: World, hooked: bool, pages: tuple[int, ...]) -> bool:
+    """Whether the load had landed when the transfer worker got the chunk."""
+    made.open()
+    queue = Queue(chunk(7, *pages))
+    source = sender.Chunks(queue, Manager(), made.rank) if hooked else queue
+    landed: list[bool] = []
+
+    def work() -> None:
+        source.get()
+        acks = made.controller.ack_load_queue
+        landed.append(bool(acks) and acks[-1].finish_event.query())
+
+    worker = threading.Thread(target=work)
+    worker.start()
+    while worker.is_alive() and not made.rank.counters["early_sends_held"]:
+        worker.join(0.001)
+    if not landed:
+        if made.controller.load_queue:
+            made.controller.start_loading()
+        made.device.run()
+    worker.join()
+    return landed[0]
+
+
+@check
+def sender_waits_for_a_load_under_way(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    assert _post(made, hooked, _loading(made))
+    assert made.rank.counters["early_sends_held"] == 1
+
+
+@check
+def sender_waits_for_a_load_that_is_only_promised(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    for page in (0, 1):
+        made.back_up(7, page)
+    assert _post(made, hooked, made.load_back())
+
+
+@alone
+def sender_does_not_wait_for_other_pages(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    _loading(made)
+    made.open()
+    assert sender.Chunks(Queue(chunk(7, 6)), Manager(), made.rank).get() is not None
+    assert not made.rank.counters["early_sends_held"]
+
+
+@alone
+def sender_guard_off_reads_too_early_and_is_seen(_: bool) -> None:
+    made = world(Role.PREFILL, True, "sender_ticket")
+    pages = _loading(made)
+    made.open()
+    sender.Chunks(Queue(chunk(7, *pages)), Manager(), made.rank).get()
+    assert made.rank.gate.violations == {"sender read * before hicache landed": 1}
+
+
+@check
+def fourth_load_waits_for_the_first(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    for _ in range(3):
+        made.load_back()
+        made.controller.start_loading()
+    made.load_back()
+    made.controller.start_loading()
+
+
+@check
+def load_runs_behind_the_forward(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.scheduler.forward_stream.put(lambda: made.host.done.append("forward"))
+    made.load_back()
+    made.controller.start_loading()
+    made.device.run(made.device.streams[0], made.controller.load_stream)
+    assert made.host.done == [], made.host.done
+    made.device.run()
+    assert made.host.done[-1] == ("load", LAYERS - 1), made.host.done
+
+
+@check
+def load_runs_behind_the_backup_of_what_it_reads(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.controller.write_queue.append(_operation(0, 7))
+    made.controller.start_writing()
+    made.load_back()
+    made.controller.start_loading()
+    made.device.run(made.device.streams[0], made.controller.load_stream)
+    assert not made.host.done, made.host.done
+
+
+@check
+def backup_runs_behind_the_forward(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.scheduler.forward_stream.put(lambda: made.host.done.append("forward"))
+    made.controller.write_queue.append(_operation(0, 7))
+    made.controller.start_writing()
+    made.device.run(made.device.streams[0], made.controller.write_stream)
+    assert made.host.done == [], made.host.done
+    made.device.run()
+    assert made.host.done[-1] == ("backup",), made.host.done
+
+
+@check
+def backup_runs_behind_a_load(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.load_back()
+    made.controller.start_loading()
+    made.controller.write_queue.append(_operation(5, 7))
+    made.controller.start_writing()
+    made.device.run(made.device.streams[0], made.scheduler.forward_stream, made.controller.write_stream)
+    assert not made.host.done, made.host.done
+
+
+def _operation(host_page: int, device_page: int) -> Any:
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
+
+    from sglang_world import tokens
+
+    return CacheOperation(tokens(host_page), tokens(device_page), 1)
+
+
+@check
+def batch_without_a_load_waits_for_those_under_way(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.load_back()
+    made.controller.start_loading()
+    forward = made.scheduler.forward_stream
+    with made.device.stream(forward):
+        made.kvcache.get_index_k_with_scale_buffer(1)
+        forward.put(lambda: made.host.done.append("read"))
+    made.device.run()
+    done = made.host.done
+    assert done.index(("load", 1)) < done.index("read"), done
+
+
+@alone
+def load_lands_layer_by_layer_and_ends(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    _loading(made)
+    made.device.run(made.device.streams[0], made.scheduler.forward_stream)  # all that it starts behind
+    while made.controller.load_stream.step():
+        made.rank.step()
+    made.rank.step()
+    landed = [
+        event.note for event in made.rank.gate.trace.events() if event.kind == "landed" and event.who == "hicache"
+    ]
+    assert landed == [*list(range(1, LAYERS + 1)), LAYERS], landed
+    assert made.rank.gate.totals()["loads"] == 0
+    assert made.rank.gate.totals()["tickets"] == 0
+    assert made.rank.gate.totals()["refused"] == 0
+
+
+# ---- the bootstrap port ----------------------------------------------------------------------------------
+
+BAD_FRAMES: list[list[bytes]] = [
+    [b""],
+    [b"hello"],
+    [b"ABORT"],
+    [b"ABORT", b"seven", b"127.0.0.1", b"5", MARK, b"\x80"],
+    [conn.GUARD, b"7"],
+    [conn.GUARD, b"7", b"127.0.0.1", b"1", b"agent", b"odd", b"0", b"1", b"", b""],
+    [b"WATERMARK", b"1"],
+]
+
+
+class _End(BaseException):
+    pass
+
+
+class _Socket:
+    def __init__(self, frames: list[list[bytes]]) -> None:
+        self._frames = iter(frames)
+
+    def recv_multipart(self) -> list[bytes]:
+        for frame in self._frames:
+            return frame
+        raise _End
+
+
+def _bootstrap(made: World, hooked: bool, frames: list[list[bytes]]) -> Any:
+    """A prefill rank's manager that heard these frames."""
+    manager = Manager()
+    manager.__dict__.update(
+        server_socket=_Socket(frames),
+        local_ip="127.0.0.1",
+        rank_port=5,
+        enable_staging=False,
+        req_to_decode_prefix_len={},
+        resolve_kv_replica_factor=lambda infos: None,
+        _handle_abort_notification=lambda parts: parts[0] == b"ABORT",
+    )
+    try:
+        if hooked:
+            bootstrap._bound(manager)
+            bootstrap.serve(manager, made.rank, lambda parts: bootstrap.from_decode(manager, made.rank, parts))
+        else:
+            conn.threading = SimpleNamespace(Thread=lambda target: SimpleNamespace(start=target))
+            conn.NixlKVManager._start_bootstrap_thread.__wrapped__(manager)
+    except _End:
+        pass
+    except Exception:  # noqa: BLE001 - what stock's thread ends with
+        traceback.print_exc()
+    finally:
+        conn.threading = threading
+    return manager
+
+
+def _destination(room: int) -> list[bytes]:
+    pages = torch.tensor([3, 4], dtype=torch.int32).numpy().tobytes()
+    frame = [conn.GUARD, str(room).encode(), b"127.0.0.1", b"9", b"agent", pages, b"0", b"1", b"", b"0"]
+    return peers.with_trailer(frame, Trailer(PEER, 1))
+
+
+@check
+def bootstrap_loop_lives_through_any_frame(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    key = made.open()
+    manager = _bootstrap(made, hooked, [*BAD_FRAMES, _destination(7)])
+    assert 7 in manager.transfer_infos, "the good frame after bad ones was not heard"
+    assert made.rank.counters["bad_frames"] == len(BAD_FRAMES)
+    assert made.states(key)[-1] is RoomState.BOOTSTRAPPING
+
+
+def _acks(made: World) -> list[Any]:
+    sent: list[Any] = []
+    made.rank.outbox.send = lambda endpoint, parts: sent.append((endpoint, peers.decode(parts)))
+    return sent
+
+
+@alone
+def abort_of_a_room_is_acknowledged_when_its_writes_have_ended(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    sent = _acks(made)
+    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+    chunks = sender.Chunks(Queue(chunk(7, 3), chunk(7, 4)), manager, made.rank)
+    chunks.get()
+    made.rank.agent.peer_abort(key, PEER, AbortSource.CLIENT, "gone")
+    assert not sent, "acknowledged with a write in flight"
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+    assert [frame for _, frame in sent] == [Ack(key, "me", Quiet.QUIET)]
+    assert manager.request_status[7] == KVPoll.Failed, "a chunk of an aborted room is not posted"
+
+
+@alone
+def poisoned_room_is_never_acknowledged_as_quiet(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    sent = _acks(made)
+    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+    chunks = sender.Chunks(Queue(chunk(7, 3)), manager, made.rank)
+    chunks.get()
+    manager.exceptions[7] = RuntimeError("NIXL transfer encountered ERR")
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+    assert [frame for _, frame in sent] == [Ack(key, "me", Quiet.POISONED)]
+    assert made.rank.rooms.held(7), "the source pages of a poisoned room are given back"
+
+
+@alone
+def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    sent = _acks(made)
+    manager = _bootstrap(made, True, [_destination(99)])
+    assert not manager.transfer_infos
+    assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]
+
+
+# ---- rooms -------------------------------------------------------------------------------------------------
+
+
+@check
+def failed_room_keeps_its_source_pages_while_a_write_is_in_flight(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.open()
+    manager = Manager()
+    chunks = sender.Chunks(Queue(chunk(7, 3)), manager, made.rank)
+    chunks.get()
+    poller = SimpleNamespace(bootstrap_room=7, poll=lambda: KVPoll.Failed)
+    poll = utils.poll_and_all_reduce_attn_cp_tp_group
+    assert poll([poller], None, None) == [KVPoll.Transferring]
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+    assert poll([poller], None, None) == [KVPoll.Failed]
+
+
+def _transfer_queue(made: World, status: int, written: int = 7) -> Any:
+    """SGLang's queue of a decode rank with room 7 in it."""
+    queue = object.__new__(decode.DecodeTransferQueue)
+    receiver = SimpleNamespace(poll=lambda: status, clear=lambda: None, failure_exception=lambda: None)
+    request = SimpleNamespace(
+        bootstrap_room=7, bootstrap_host="host", rid="request", return_logprob=False, finished_reason=None
+    )
+    request.finished = lambda: False
+    item = decode.DecodeRequest(req=request, kv_receiver=receiver, metadata_buffer_index=0)
+    scheduler = SimpleNamespace(
+        enable_decode_hicache=False,
+        enable_hisparse=False,
+        server_args=SimpleNamespace(disaggregation_transfer_backend="nixl"),
+        output_streamer=SimpleNamespace(stream_output=lambda *args: None),
+        metrics_reporter=SimpleNamespace(enable_metrics=False),
+    )
+    queue.__dict__.update(
+        queue=[item],
+        gloo_group=None,
+        tp_rank=0,
+        metadata_buffers=SimpleNamespace(bootstrap_room=torch.full((1, 8), written, dtype=torch.int64)),
+        req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=made.host.done.append),
+        scheduler=scheduler,
+        tree_cache=None,
+        enable_staging=False,
+        _clean_hicache_prefetch_resources=lambda item: None,
+        _commit_transfer_to_req=lambda item: made.host.done.append("commit"),
+    )
+    decode.release_kv_cache = lambda *args, **kwargs: made.host.done.append("released")
+    return queue
+
+
+def _exposed(made: World) -> RoomKey:
+    key = made.open()
+    room = made.rank.rooms.find(7)
+    assert room is not None
+    assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], 2)
+    return key
+
+
+@check
+def failed_room_keeps_its_pages_and_slot_until_the_writer_acknowledged(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    key = _exposed(made)
+    queue = _transfer_queue(made, KVPoll.Failed)
+    queue.pop_transferred()
+    assert made.host.done == [], made.host.done
+    assert made.rank.rooms.held_pages() == 2
+    made.rank.agent.peer_ack(RoomKey(7, 0), PEER, Quiet.QUIET)
+    queue.pop_transferred()
+    assert made.host.done == [], "an ack of an older generation gave the pages back"
+    assert made.rank.counters["late_acks"] == 1
+    made.rank.agent.peer_ack(key, PEER, Quiet.QUIET)
+    queue.pop_transferred()
+    assert made.host.done == ["released", 0], made.host.done
+
+
+@check
+def failed_room_waits_for_every_writer(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    key = made.open(peers=("a", "b"))
+    made.rank.agent.apply(key, lambda half: half.expose())
+    queue = _transfer_queue(made, KVPoll.Failed)
+    made.rank.agent.peer_ack(key, "a", Quiet.QUIET)
+    queue.pop_transferred()
+    assert made.host.done == [], made.host.done
+    made.rank.agent.peer_ack(key, "b", Quiet.QUIET)
+    queue.pop_transferred()
+    assert made.host.done == ["released", 0]
+
+
+@check
+def foreign_metadata_is_a_verdict_before_the_commit(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    _exposed(made)
+    queue = _transfer_queue(made, KVPoll.Success, written=8)
+    queue.pop_transferred()
+    assert made.host.done == [], made.host.done
+    assert made.rank.counters["metadata_mismatches"] == 1
+
+
+@alone
+def good_room_is_committed(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    key = _exposed(made)
+    queue = _transfer_queue(made, KVPoll.Success)
+    queue.pop_transferred()
+    assert made.host.done == ["commit", 0], made.host.done
+    assert made.states(key)[-1] is RoomState.VERIFIED
+
+
+@check
+def every_rank_enters_the_handshake_reduction(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    entered: list[int] = []
+    stock = decode.poll_and_all_reduce
+    decode.poll_and_all_reduce = lambda pollers, group: entered.append(1) or [KVPoll.WaitingForInput] * len(pollers)
+    waiting = SimpleNamespace(
+        waiting_for_input=True,
+        kv_receiver=SimpleNamespace(conclude_state=None),
+        req=SimpleNamespace(rid="r", time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None)),
+    )
+    queue = object.__new__(decode.DecodePreallocQueue)
+    queue.__dict__.update(queue=[waiting], gloo_group=None)
+    try:
+        queue._update_handshake_waiters()
+    finally:
+        decode.poll_and_all_reduce = stock
+    assert entered, "the reduction was left out"
+    assert waiting.waiting_for_input
+    assert made.rank is not None
+
+
+@check
+def aborts_of_the_link_are_applied_where_every_rank_takes_part(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    key = _exposed(made)
+    receiver = object.__new__(SchedulerRequestReceiver)
+    arguments = SimpleNamespace(enable_dp_attention=False)
+    for name, value in {"ps": SimpleNamespace(tp_size=1), "server_args": arguments}.items():
+        object.__setattr__(receiver, name, value)
+    request = SimpleNamespace(bootstrap_room=7, rid="the request")
+    assert receiver._broadcast_reqs_across_ranks([request]) == [request]
+    made.abort(key)
+    agreed = receiver._broadcast_reqs_across_ranks([])
+    assert [item.rid for item in agreed if isinstance(item, AbortReq)] == ["the request"]
+    assert receiver._broadcast_reqs_across_ranks([]) == [], "it is aborted once"
+
+
+# ---- in place ------------------------------------------------------------------------------------------------
+
+
+@alone
+def a_missing_hook_is_named(_: bool) -> None:
+    target = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+    present = sglang_scheduler.Scheduler.run_batch
+    try:
+        sglang_scheduler.Scheduler.run_batch = present.__wrapped__
+        assert verify.problems(FUNCTIONS, sys.modules) == [f"{target} is not hooked"]
+        sglang_scheduler.Scheduler.run_batch = present
+        sglang_scheduler.Scheduler.another = present.__wrapped__
+        assert "also called another" in verify.problems(FUNCTIONS, sys.modules)[0]
+        del sglang_scheduler.Scheduler.another
+        kept = type("Kept", (sglang_scheduler.Scheduler,), {"run_batch": lambda self: None})
+        assert "overridden by" in verify.problems(FUNCTIONS, sys.modules)[0]
+        del kept
+        decode.stale = utils._apply_metadata_gate.__wrapped__
+        assert any("imported by sglang.srt.disaggregation.decode" in p for p in verify.problems(FUNCTIONS, sys.modules))
+    finally:
+        sglang_scheduler.Scheduler.run_batch = present
+        if hasattr(decode, "stale"):
+            del decode.stale
+
+
+FUNCTIONS: dict[str, Any] = {}
+
+
+def main(release: str) -> None:
+    hooks = hooks_of(release)
+    FUNCTIONS.update(install.register(install.resolve(hooks)))
+    HookRegistry.apply_hooks()
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
+    outcomes: dict[str, Any] = {"problems": verify.problems(FUNCTIONS, sys.modules), "hooks": len(hooks), "checks": {}}
+    for name, function in CHECKS.items():
+        with_hooks = _outcome(function, True)
+        without = None if name in ALONE else _outcome(function, False)
+        outcomes["checks"][name] = {"with": with_hooks, "without": without}
+    print(json.dumps(outcomes))
+
+
+def _outcome(function: Callable[[bool], None], hooked: bool) -> str:
+    try:
+        function(hooked)
+    except AssertionError:
+        return f"fails: {traceback.format_exc(limit=-2)}"
+    except Exception:  # noqa: BLE001 - reported
+        return f"error: {traceback.format_exc()}"
+    return "holds"
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
