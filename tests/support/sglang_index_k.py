@@ -15,8 +15,9 @@ from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 from typing import Any
 
-import pytest
 import torch
+
+import sglang_stubs
 
 RELEASE = sys.argv[1]
 KEYS, DIM, TOPK = 64, 128, 512
@@ -28,7 +29,9 @@ os.environ["PATH"] = os.environ["CUDA_HOME"] = ""  # SGLang's own kernels fail a
 os.environ["SGLANG_OPT_USE_TOPK_V2"] = "0"  # its plan is a CUDA kernel
 os.environ["SGLANG_TOPK_TRANSFORM_512_TORCH"] = "1"
 
+from dsv4ctl.engine_adapters.sglang import verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.index_k import geometry, hooks  # noqa: E402
+from dsv4ctl.kernels import ops  # noqa: E402
 from dsv4ctl.policies.sizing import ModelShape, bytes_per_full_token  # noqa: E402
 
 os.environ.update(geometry.environment())
@@ -53,6 +56,17 @@ def removed(target: str) -> Iterator[None]:
         yield
     finally:
         setattr(owner, name, hooked)
+
+
+@contextlib.contextmanager
+def refused(kind: type[Exception], words: str) -> Iterator[None]:
+    try:
+        yield
+    except kind as error:
+        if words in str(error):
+            return
+        raise
+    raise AssertionError(f"no {kind.__name__} about {words}")
 
 
 def indexer_pool(*, fp4: bool = False) -> Any:
@@ -112,7 +126,7 @@ def check_creation() -> None:
     os.environ["SGLANG_OPT_USE_TILELANG_INDEXER"] = "1"
     indexer_pool()
     assert os.environ["SGLANG_OPT_USE_TILELANG_INDEXER"] == "0"
-    with pytest.raises(ValueError, match="fp4 indexer"):
+    with refused(ValueError, "fp4 indexer"):
         indexer_pool(fp4=True)
 
 
@@ -183,16 +197,17 @@ def c4_indexer(module: Any) -> Any:
     return indexer
 
 
-def check_read() -> None:
+def run_indexer(mode: str, counts: list[int] | None) -> None:
     """The real `forward_c4_indexer` over 11 pages of random keys chooses what exact arithmetic chooses."""
     module = pkgutil.resolve_name(INDEXER)
     metadata = pkgutil.resolve_name("sglang.srt.layers.attention.dsv4.metadata")
+    modes = pkgutil.resolve_name("sglang.srt.model_executor.forward_batch_info").ForwardMode
     pool = token_pool()
     keys = normal(31 * KEYS, DIM, seed=3).to(torch.bfloat16)
     pool.c4_indexer_kv_pool.index_k_with_scale_buffer[0].copy_(keys.view(torch.uint8).view(31, -1))
-    lengths = torch.tensor([700, 704, 513, 40], dtype=torch.int32)
-    table = torch.stack([torch.randperm(30, generator=torch.Generator().manual_seed(row))[:11] + 1 for row in range(4)])
-    table = table.to(torch.int32)
+    lengths = torch.tensor([513, 700, 704, 40], dtype=torch.int32)
+    pages = torch.randperm(30, generator=torch.Generator().manual_seed(6)).to(torch.int32) + 1
+    table = torch.stack([pages[:11], pages[:11], pages[:11], pages[11:22]])
     fields: dict[str, Any] = {"page_size": 256, "page_table": table}
     if RELEASE == "0.5.16":
         fields["c4_seq_lens"] = lengths
@@ -211,9 +226,11 @@ def check_read() -> None:
         hisparse_coordinator=None, debug_use_external_c4_sparse_indices=False, dsa_topk_backend=torch_topk,
         forward_indexer_compressor=lambda **_: None,
     )  # fmt: skip
-    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_idle=lambda: False, is_decode=lambda: True))
+    batch = SimpleNamespace(
+        forward_mode=modes[mode], _original_forward_mode=None, tbo_parent_token_range=None, extend_seq_lens_cpu=counts
+    )
     q, weights = normal(4, 64 * DIM, seed=4).to(torch.bfloat16), normal(4, 64, seed=5).to(torch.bfloat16)
-    backend.forward_c4_indexer(weights, q, c4_indexer(module), batch)
+    backend.forward_c4_indexer(x=weights, q_lora=q, c4_indexer=c4_indexer(module), forward_batch=batch)
     for row, length in enumerate(lengths.tolist()):
         turned_q = turned(q[row].view(64, DIM).float(), rotation()[core.positions[row]]).to(torch.bfloat16).float()
         slots = (table[row, :, None] * KEYS + torch.arange(KEYS)).flatten()[:length]
@@ -225,10 +242,30 @@ def check_read() -> None:
         assert len(chosen) == len(expected)
 
 
+def check_read() -> None:
+    run_indexer("DECODE", None)
+
+
+def check_sharing() -> None:
+    rows: list[int] = []
+    plain = ops.paged_logits
+
+    def seen(*arguments: Any, **options: Any) -> None:
+        rows.append(arguments[5].rows)
+        plain(*arguments, **options)
+
+    ops.paged_logits = seen
+    try:
+        run_indexer("EXTEND", [3, 1])
+    finally:
+        ops.paged_logits = plain
+    assert rows == [4], "queries of one sequence did not share its keys"
+
+
 def check_refusals() -> None:
     pool = indexer_pool()
     for name in ("get_index_k_scale_buffer", "set_index_k_scale_buffer", "set_index_fused", "set_index_fp4"):
-        with pytest.raises(NotImplementedError, match="index_k_dtype bf16"):
+        with refused(NotImplementedError, "index_k_dtype bf16"):
             getattr(pool, name)(0, torch.tensor([1]), normal(1, DIM))
 
 
@@ -276,25 +313,32 @@ def guards(target: str) -> Callable[[], None] | None:
         return check_store
     if name in ("get_hash_str", "storage_namespace_seed"):
         return check_storage
+    if name == "forward_c4_indexer":
+        return check_sharing
     if name.endswith("_sm120"):
         return None
     return check_refusals if ".DeepSeekV4IndexerPool." in target else check_read
 
 
 def main() -> None:
+    sglang_stubs.install()
+    torch.compile = lambda function=None, **_: function or (lambda inner: inner)  # its compiler takes seconds to import
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
+    functions = {}
     for target, kind, function in hooks.HOOKS[RELEASE]:
+        functions[target] = function
         HookRegistry.register(target, function, HookType(kind))
     HookRegistry.apply_hooks()
-    report: dict[str, Any] = {"unpatched": sorted(set(HookRegistry._hooks) - HookRegistry._patched), "checks": {}}
+    report: dict[str, Any] = {"problems": verify.problems(functions, sys.modules), "checks": {}}
     checks = (
-        check_geometry, check_creation, check_sizing, check_store, check_read, check_refusals, check_storage,
+        check_geometry, check_creation, check_sizing, check_store, check_read, check_sharing,
+        check_refusals, check_storage,
     )  # fmt: skip
     for check in checks:
         report["checks"][check.__name__] = failure(check)
     report["without"] = {}
-    for target, _, _ in hooks.HOOKS[RELEASE]:
+    for target in functions:
         check = guards(target)
         if check is not None:
             with removed(target):
