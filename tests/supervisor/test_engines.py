@@ -379,14 +379,25 @@ def _leaf(error: BaseException) -> BaseException:
 
 
 async def test_an_engine_with_too_many_quarantined_pages_is_restarted(tmp_path: Path) -> None:
+    """Until it is reaped nobody is admitted, and every client is told why."""
     async with stage(pair_config(tmp_path, limits=LimitsConfig(quarantine_max=4))) as running:
-        first = running.ranks["decode0"]
+        first, process = running.ranks["decode0"], running.processes["decode0"]
+        process.reapable = anyio.Event()
         first.quarantined = 5
         await until(lambda: bool(running.telemetry.of(Event.ENGINE_QUARANTINE_FULL)))
-        assert "5 quarantined pages, limit 4" in running.telemetry.of(Event.ENGINE_QUARANTINE_FULL)[0]["cause"]
-        await until(lambda: running.ranks["decode0"] is not first)
+        (full,) = running.telemetry.of(Event.ENGINE_QUARANTINE_FULL)
+        assert "5 quarantined pages, limit 4" in full["cause"]
+        status, _, answer = await post(running, "/generate", ask())
+        assert (status, answer["error"]["code"]) == (503, "no_engine")
+        assert "5 quarantined pages, limit 4" in answer["error"]["message"]
+        assert not running.telemetry.of(Event.ENGINE_FENCED)
+        process.reapable.set()
         await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
+        assert running.ranks["decode0"] is not first
+        assert [event["engine"] for event in running.telemetry.of(Event.ENGINE_FENCED)] == ["decode0"]
+        assert "limit 4" in running.telemetry.of(Event.ENGINE_RESTARTING)[0]["cause"]
         assert (await running.plane.status())["quarantined"] == 0
+        assert (await post(running, "/generate", ask()))[0] == 200
 
 
 async def test_guards_change_at_run_time_only_where_the_configuration_allows_it(tmp_path: Path) -> None:

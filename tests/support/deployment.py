@@ -44,6 +44,8 @@ class Fault:
     NO_STEP = signal.SIGUSR1  #: it never computes again, and answers /health
     NO_ROUND = signal.SIGUSR2  #: it never enters another collective
     TRANSFER_DIES = signal.SIGRTMIN  #: its transfer thread ends with an error
+    WRITES_FAIL = signal.SIGRTMIN + 1  #: nobody can say how its writes ended
+    ACKS_REPEAT = signal.SIGRTMIN + 2  #: its acks come twice, and once more late
 
 
 class Reply(NamedTuple):
@@ -171,7 +173,7 @@ class Client:
         async with self.http.get(f"{url}/server_info", timeout=aiohttp.ClientTimeout(20)) as answer:
             return dict(await answer.json())
 
-    async def signal(self, engine: str, number: signal.Signals, rank: int = 0) -> int:
+    async def signal(self, engine: str, number: int, rank: int = 0) -> int:
         pid = int((await self.engines())[engine]["pids"][rank])
         os.kill(pid, number)
         return pid

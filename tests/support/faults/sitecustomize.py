@@ -23,20 +23,45 @@ def _dies(*_: Any) -> None:
     raise RuntimeError("a fault of the test")
 
 
-def _from_now_on(module: str, name: str, method: str, does: Callable[..., None]) -> Callable[..., None]:
-    def strike(*_: Any) -> None:
-        setattr(getattr(importlib.import_module(f"{_REFERENCE}.{module}"), name), method, does)
+def _fails(*_: Any) -> str:
+    return "failed"
 
-    return strike
+
+def _says_it_again(send: Callable[..., None]) -> Callable[..., None]:
+    """An ack goes out twice, and once more before the next one: late, and of a room that is over."""
+    last: dict[int, Any] = {}
+
+    def sent(self: Any, frame: Any) -> None:
+        if type(frame).__name__ in ("AbortAck", "PeerAck"):
+            if id(self) in last:
+                send(self, last[id(self)])
+            last[id(self)] = frame
+            send(self, frame)
+        send(self, frame)
+
+    return sent
+
+
+def _becomes(module: str, name: str, method: str, does: Callable[..., Any]) -> None:
+    setattr(getattr(importlib.import_module(module), name), method, does)
+
+
+def _acks_repeat() -> None:
+    for module, name in ((f"{_REFERENCE}.peer", "Channel"), ("dsv4ctl.controlplane.link.client", "LinkClient")):
+        send = getattr(importlib.import_module(module), name).send
+        if send.__name__ == "send":  # not struck before
+            _becomes(module, name, "send", _says_it_again(send))
 
 
 #: As `deployment.Fault` names them.
-_FAULTS = {
-    signal.SIGUSR1: _from_now_on("step", "StepLoop", "_step", _hangs),
-    signal.SIGUSR2: _from_now_on("step", "StepLoop", "_round", _hangs),
-    signal.SIGRTMIN: _from_now_on("inbox", "Inbox", "drain", _dies),
+_FAULTS: dict[int, Callable[[], None]] = {
+    signal.SIGUSR1: lambda: _becomes(f"{_REFERENCE}.step", "StepLoop", "_step", _hangs),
+    signal.SIGUSR2: lambda: _becomes(f"{_REFERENCE}.step", "StepLoop", "_round", _hangs),
+    signal.SIGRTMIN: lambda: _becomes(f"{_REFERENCE}.inbox", "Inbox", "drain", _dies),
+    signal.SIGRTMIN + 1: lambda: _becomes(f"{_REFERENCE}.nixl", "Nixl", "poll", _fails),
+    signal.SIGRTMIN + 2: _acks_repeat,
 }
 
 if "DSV4CTL_ENGINE" in os.environ:
-    for number, strike in _FAULTS.items():
-        signal.signal(number, strike)
+    for number in _FAULTS:
+        signal.signal(number, lambda struck, _: _FAULTS[struck]())
