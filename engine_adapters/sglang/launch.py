@@ -11,9 +11,8 @@ import msgspec
 from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, LaunchSpec, encode_request
 from dsv4ctl.engine_adapters.sglang import environment
 from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, EngineTable, check, command_line, declared
+from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
 
-#: Releases that the hooks were verified on.
-VERIFIED = ("0.5.16", "0.5.23")
 _ANY_HOST = ("0.0.0.0", "::")
 
 
