@@ -156,6 +156,19 @@ def test_a_pool_with_the_fp4_indexer_or_another_head_dim_is_refused() -> None:
         geometry.pool_bytes_per_token(SimpleNamespace(use_fp4_indexer=False, index_head_dim=64))
 
 
+def test_a_pool_of_other_pages_is_refused_and_one_without_layers_is_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in geometry.environment():
+        monkeypatch.setenv(name, "unset")
+    bf16, fp4 = (torch.zeros(2, size, dtype=torch.uint8) for size in (index_k.PAGE_BYTES["bf16"], 4352))
+    for buffers in ([bf16, fp4], None):
+        with pytest.raises(ValueError, match="16384 B in every index-K pool"):
+            geometry.created(None, SimpleNamespace(index_k_with_scale_buffer=buffers, device="cpu"))
+    assert os.environ["SGLANG_OPT_USE_TILELANG_INDEXER"] == "unset"
+    for buffers in ([bf16], []):
+        geometry.created(None, SimpleNamespace(index_k_with_scale_buffer=buffers, device="cpu"))
+    assert geometry.environment().items() <= os.environ.items()
+
+
 def test_every_release_hooks_each_target_once() -> None:
     for table in hooks.HOOKS.values():
         targets = [target for target, _, _ in table]

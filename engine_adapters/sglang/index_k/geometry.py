@@ -38,8 +38,9 @@ def created(_result: None, pool: Any) -> None:
 
     Raises ValueError for other pages, as the fp4 indexer's or those of ratios 1 and 2.
     """
-    sizes = {buffer.shape[1] for buffer in pool.index_k_with_scale_buffer or ()} or {0}
-    if sizes != {index_k.PAGE_BYTES["bf16"]}:
+    buffers = pool.index_k_with_scale_buffer
+    sizes = {0} if buffers is None else {buffer.shape[1] for buffer in buffers}  # a draft model's pool has none
+    if sizes - {index_k.PAGE_BYTES["bf16"]}:
         raise ValueError(
             f"index-K pages of {', '.join(map(str, sorted(sizes)))} B: index_k_dtype bf16 needs pages of "
             f"{index_k.PAGE_BYTES['bf16']} B in every index-K pool of the model (no fp4 indexer, compress ratio 4)"
