@@ -9,7 +9,7 @@ from collections.abc import Sequence
 
 import torch
 
-from dsv4ctl.kernels import copies, digest, index_k, logits, queries, tickets, topk
+from dsv4ctl.kernels import buffers, copies, digest, index_k, logits, queries, tickets, topk
 from dsv4ctl.kernels.device import on_gpu
 
 
@@ -105,6 +105,15 @@ def digest_pages(pages: torch.Tensor) -> digest.Digests:
         chosen = torch.arange(pages.shape[0], dtype=torch.int32, device=pages.device)
         return digest_pages_triton(pages[None], chosen)[0].cpu().numpy().view("uint64")
     return digest.digest_numpy(pages.numpy())
+
+
+def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> torch.Tensor:
+    """Digests of `pages` int [n] in every buffer: int64 [buffers, n] on their device, in stream order."""
+    if page_buffers.device.type == "cuda":
+        from dsv4ctl.kernels.digest_triton import digest_buffers_triton
+
+        return digest_buffers_triton(page_buffers, pages)
+    return buffers.digest_buffers_torch(page_buffers, pages)
 
 
 def load_pages(

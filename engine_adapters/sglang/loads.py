@@ -27,6 +27,13 @@ class Event(Protocol):
     def synchronize(self) -> None: ...
 
 
+class Check(Protocol):
+    def ready(self) -> bool: ...
+
+    def get(self) -> Any:
+        """[differences]"""
+
+
 class PageNumbers:
     """Page numbers of token indices, read without stopping the stream that computes them."""
 
@@ -79,6 +86,7 @@ class Copies:
         self._gate = gate
         self._lock = threading.RLock()
         self.pending: tuple[Copy, ...] = ()
+        self._checks: list[Check] = []
         self.counters = {"loads": 0, "backups": 0}
 
     def promised(self, copies: Sequence[Copy]) -> None:
@@ -88,10 +96,13 @@ class Copies:
             for copy in copies:
                 self.counters["loads" if copy.kind is LoadKind.HICACHE else "backups"] += 1
 
-    def launched(self, copies: Sequence[Copy], events: Sequence[Event]) -> None:
+    def launched(self, copies: Sequence[Copy], events: Sequence[Event], check: Check | None = None) -> None:
+        """`check`: how many page digests of all these copies differ, known once they are in place."""
         with self._lock:
             for copy in copies:
                 copy.events = tuple(events)
+            if check is not None:
+                self._checks.append(check)
 
     def unlaunched(self) -> list[Copy]:
         """Loads that were promised and are not on the device yet."""
@@ -105,6 +116,13 @@ class Copies:
         """Tells the ledger what is known by now. Cheap: a few event queries while copies are pending."""
         if self.pending:
             self._advance(wait=False)
+
+    def checked(self) -> int:
+        """Page digests that were found to differ after loads, since the last call."""
+        wrong = 0
+        while self._checks and self._checks[0].ready():
+            wrong += int(self._checks.pop(0).get()[0])
+        return wrong
 
     def lease_all(self) -> None:
         """Every promised copy is in the ledger when this returns: a ticket requested now joins each of them."""

@@ -12,6 +12,8 @@ from collections.abc import Callable
 from typing import Any
 
 import msgspec
+import numpy as np
+import numpy.typing as npt
 import zmq
 
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey
@@ -36,12 +38,16 @@ class Ack(msgspec.Struct, tag=True, frozen=True):
 
 
 class Digests(msgspec.Struct, tag=True, frozen=True):
-    """Page digests of what `incarnation` wrote: uint64 little-endian [buffers, pages], pages in logical order."""
+    """What the pages that `incarnation` wrote were when they were sealed: `rows`, pages in logical order."""
 
     key: RoomKey
     incarnation: str
     buffers: int
-    values: bytes
+    values: bytes  #: uint64, little-endian
+
+    def rows(self) -> npt.NDArray[np.uint64]:
+        """uint64 [buffers, pages]. Raises ValueError if the bytes make no such array."""
+        return np.frombuffer(self.values, dtype="<u8").reshape(self.buffers, -1)
 
 
 ToDecode = Ack | Digests

@@ -27,10 +27,12 @@ from dsv4ctl.controlplane.trace.format import page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
+from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.geometry import Pools
 from dsv4ctl.engine_adapters.sglang.loads import Copies
 from dsv4ctl.engine_adapters.sglang.peers import Outbox
 from dsv4ctl.engine_adapters.sglang.rooms import Rooms
+from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
 
@@ -74,6 +76,7 @@ class Rank:
         self.pools = Pools(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.gate = self._make_gate()
         self.copies = Copies(self.gate)
+        self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self.rooms = Rooms(self.role, self.incarnation)
@@ -99,6 +102,11 @@ class Rank:
         gate.layer_landed(written, self.pools.layers)
         gate.end_load(written)
         return gate
+
+    def _make_digests(self) -> PageDigests | None:
+        if not load_policy("integrity", self.launch.integrity)().compares_digests():
+            return None
+        return PageDigests(self.pools, self._host_pages().get("full", 0))
 
     def _host_pages(self) -> dict[str, int]:
         controller = getattr(self.scheduler.tree_cache, "cache_controller", None)
@@ -183,6 +191,12 @@ class Rank:
     def step(self) -> None:
         """Once a turn of the scheduler's loop."""
         self.copies.settle()
+        wrong = self.copies.checked()
+        if wrong:
+            self.counters["digest_mismatches"] += wrong
+            self.counters["load_mismatches"] += wrong
+            if self.gate.guarded(Guard.VERDICT):
+                self.rooms.fail_running(f"{wrong} page digests differ after a load from the host")
 
     def report(self) -> None:
         queues = self._queues()

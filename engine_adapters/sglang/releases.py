@@ -50,6 +50,12 @@ HOOKS: tuple[Hook, ...] = (
         "a launched forward of a room: its abort is acknowledged after it",
     ),
     Hook(
+        "managers.tp_worker.TpModelWorker.forward_batch_generation",
+        "hooks.life:forward",
+        "around",
+        "pages are sealed behind the forward that computes them: their digests are taken",
+    ),
+    Hook(
         _PREFILL + "process_batch_result_disagg_prefill",
         "hooks.life:batch_result",
         "around",

@@ -19,7 +19,8 @@ from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
-from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Outbox, Trailer, with_trailer
+from dsv4ctl.engine_adapters.sglang.digests import Fetched
+from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Digests, Outbox, Trailer, with_trailer
 
 #: Request ids remembered by room, for aborts that name the room.
 _MAX_REQUESTS = 65_536
@@ -31,9 +32,13 @@ class Room:
     dropped: bool = False  #: aborting: nothing new is begun for it
     forwards: int = 0  #: forwards counted with the agent
     pages: int = 0  #: destination pages that writers were told
+    first_page: int = 0  #: of the prompt: those before it are the decode rank's own
     exposed: bool = False
     verified: bool = False
     writers: dict[str, str] = field(default_factory=dict)  #: on a decode rank: incarnation -> endpoint
+    sealed: Fetched | None = None  #: on a prefill rank: what its pages were when they were computed
+    told: dict[str, Digests] = field(default_factory=dict)  #: on a decode rank: what each writer's pages were
+    found: Fetched | None = None  #: on a decode rank: what landed
 
     @property
     def key(self) -> RoomKey:
@@ -65,7 +70,9 @@ class Rooms:
         self._rooms[opening.key.room] = Room(opening)
 
     def dropped(self, key: RoomKey, source: AbortSource, reason: str) -> None:
-        self._rooms[key.room].dropped = True
+        room = self._rooms.get(key.room)
+        if room is not None:
+            room.dropped = True
         with self._aborts_lock:
             self._aborts[key.room] = None
         self.failed(key.room, f"{source.value}: {reason}")
@@ -172,6 +179,37 @@ class Rooms:
             self._agent.peer_abort(key, peer, AbortSource.ENGINE_FAULT, "the room is not open on the prefill rank")
             return False
         return self.live(key.room)
+
+    def tell_digests(self, room: Room) -> None:
+        """The last chunk is posted: every reader is told what it has to find."""
+        sealed, key = room.sealed, room.key
+        if sealed is None:
+            return
+
+        def tell() -> None:
+            values = sealed.get()
+            frame = Digests(key, self._incarnation, values.shape[0], values.astype("<u8").tobytes())
+            for peer in room.opening.peers:
+                if peer in self._endpoints:
+                    self._outbox.send(self._endpoints[peer], [MARK, msgspec.msgpack.encode(frame)])
+
+        self._outbox.call(tell)
+
+    def told_digests(self, frame: Digests) -> None:
+        """Raises ValueError for digests of no room that waits for them."""
+        room = self._rooms.get(frame.key.room)
+        if room is None or room.key != frame.key or frame.incarnation not in room.opening.peers:
+            raise ValueError(f"digests of room {frame.key} from {frame.incarnation}: no room waits for them")
+        room.told[frame.incarnation] = frame
+
+    def note(self, room: Room, **detail: Any) -> None:
+        self._agent.note(room.key, **detail)
+
+    def fail_running(self, reason: str) -> None:
+        """What some forward read here was wrong, and nobody knows which room's."""
+        for room in list(self._rooms.values()):
+            if room.forwards:
+                self.fail(room.key.room, reason, AbortSource.INTEGRITY)
 
     def trailer(self, room: int | None) -> Trailer:
         key = None if room is None else self._agent.current(room)

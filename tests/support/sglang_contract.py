@@ -36,10 +36,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 from dsv4ctl.controlplane.link.wire import Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
-from sglang_world import LAYERS, PEER, Manager, Queue, World, chunk  # noqa: E402
+from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chunk, tokens  # noqa: E402
 
 CHECKS: dict[str, Callable[[bool], None]] = {}
 #: Checks that have no meaning without hooks.
@@ -190,8 +191,6 @@ def backup_runs_behind_a_load(hooked: bool) -> None:
 
 def _operation(host_page: int, device_page: int) -> Any:
     from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
-
-    from sglang_world import tokens
 
     return CacheOperation(tokens(host_page), tokens(device_page), 1)
 
@@ -489,6 +488,131 @@ def aborts_of_the_link_are_applied_where_every_rank_takes_part(hooked: bool) -> 
     agreed = receiver._broadcast_reqs_across_ranks([])
     assert [item.rid for item in agreed if isinstance(item, AbortReq)] == ["the request"]
     assert receiver._broadcast_reqs_across_ranks([]) == [], "it is aborted once"
+
+
+# ---- digests ---------------------------------------------------------------------------------------------------
+
+
+class _Pair:
+    """A prompt of two pages, cached on the host of a prefill rank, sent to a decode rank during its load."""
+
+    def __init__(self, *off: str, land_first: bool = False, verdict: str | None = None) -> None:
+        torch.manual_seed(5)
+        prefill = World(Role.PREFILL, off, "read")
+        prefill.compute(10, 11)
+        for host, device in enumerate((10, 11)):
+            prefill.back_up(device, host)
+        prefill.compute(1, 2)  # the pages that the load will get hold something else
+        pages = prefill.load_back()
+        assert pages == (1, 2)
+        prefill.controller.start_loading()
+        if land_first:
+            prefill.device.run()
+        sent = self._send(prefill, pages)
+        self.prefill = prefill
+        self.decode = World(Role.DECODE, () if verdict is None else (verdict,), "read")
+        self.decode.rank.launch = prefill.rank.launch
+        key = self.decode.open(peers=("me",))
+        room = self.decode.rank.rooms.find(7)
+        assert room is not None
+        self.decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], 2)
+        self._arrive(sent)
+        self.queue = _transfer_queue(self.decode, KVPoll.Success)
+        self.queue.queue[0].req.__dict__.update(req_pool_idx=0, origin_input_ids=list(range(PAGE + 40)))
+        self.decode.scheduler.req_to_token_pool.req_to_token[0, : 2 * PAGE] = tokens(5, 6)
+        self.key = key
+
+    def _send(self, prefill: World, pages: tuple[int, ...]) -> list[Any]:
+        """What NIXL reads at the moment of the post, and the digests that follow."""
+        prefill.open()
+        prefill.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+        frames = _acks(prefill)
+        prefill.rank.outbox.call = lambda function: function()
+        prefill.scheduler.req_to_token_pool.req_to_token[0, : 2 * PAGE] = tokens(*pages)
+        request = SimpleNamespace(bootstrap_room=7, req_pool_idx=0, origin_input_ids=list(range(PAGE + 40)))
+        sender._seal(prefill.rank, prefill.scheduler, request)
+        sender.Chunks(Queue(chunk(7, *pages, last=True)), Manager(), prefill.rank).get()
+        self.read = {
+            (name, layer): buffer[list(pages)].clone()
+            for layer in range(LAYERS)
+            for name, buffer in buffers(prefill.kvcache, layer)
+        }
+        prefill.device.run()
+        return [frame for _, frame in frames if isinstance(frame, peers.Digests)]
+
+    def _arrive(self, frames: list[Any]) -> None:
+        for layer in range(LAYERS):
+            for name, buffer in buffers(self.decode.kvcache, layer):
+                buffer[[5, 6]] = self.read[name, layer]
+        assert len(frames) == 1
+        self.decode.rank.rooms.told_digests(frames[0])
+
+
+def _check_again(made: World, *pages: int) -> None:
+    """The check after the load, whose kernels ran here when they were launched and not in the order of streams."""
+    made.rank.copies._checks[:] = [fetch(made.rank.digests.differences(torch.tensor(pages)))]
+    made.rank.step()
+
+
+@alone
+def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
+    pair = _Pair(land_first=True)
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
+    assert pair.decode.rank.counters["digests_compared"] == 2 * 5
+    assert pair.decode.rank.counters["digest_mismatches"] == 0
+    _check_again(pair.prefill, 1, 2)
+    assert pair.prefill.rank.counters["load_mismatches"] == 0
+
+
+@alone
+def stale_bytes_of_an_early_send_are_a_verdict(_: bool) -> None:
+    pair = _Pair("sender_ticket")
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == [], pair.decode.host.done
+    assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
+    assert pair.decode.states(pair.key)[-1] is not RoomState.VERIFIED
+    pair.decode.rank.agent.peer_ack(pair.key, "me", Quiet.QUIET)
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == ["released", 0], pair.decode.host.done
+
+
+@alone
+def verdict_off_counts_and_goes_on(_: bool) -> None:
+    pair = _Pair("sender_ticket", verdict="verdict")
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
+    assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
+
+
+@alone
+def commit_waits_for_the_digests(_: bool) -> None:
+    pair = _Pair(land_first=True)
+    room = pair.decode.rank.rooms.find(7)
+    assert room is not None
+    told, room.told = room.told, {}
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == [], "committed before the digests came"
+    room.told = told
+    pair.queue.pop_transferred()
+    assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
+
+
+@alone
+def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.compute(10, 11)
+    for host, device in enumerate((10, 11)):
+        made.back_up(device, host)
+    next(iter(made.host._bytes.values()))[0, 3] ^= 1
+    key = made.open(peers=())
+    made.rank.rooms.forward_begin(7)
+    made.load_back()
+    made.controller.start_loading()
+    made.device.run()
+    _check_again(made, 1, 2)
+    assert made.rank.counters["load_mismatches"] == 1
+    assert RoomState.ABORTING in made.states(key)
 
 
 # ---- in place ------------------------------------------------------------------------------------------------

@@ -63,6 +63,15 @@ def tokens(*page_numbers: int) -> torch.Tensor:
     return torch.cat([torch.arange(PAGE) + PAGE * page for page in page_numbers])
 
 
+def buffers(kvcache: Any, layer: int) -> list[tuple[str, torch.Tensor]]:
+    """The buffers of a model layer that a prefix is sent by."""
+    local = sum(ratio == RATIOS[layer] for ratio in RATIOS[:layer])
+    if RATIOS[layer] == 4:
+        index = kvcache.c4_indexer_kv_pool.index_k_with_scale_buffer[local]
+        return [("c4_kv", kvcache.c4_kv_pool.kv_buffer[local]), ("index_k", index)]
+    return [("c128_kv", kvcache.c128_kv_pool.kv_buffer[local])] if RATIOS[layer] == 128 else []
+
+
 class HostPools:
     """Stands for the host pool group: a layer's copy is an operation of the stream it is issued on."""
 
@@ -72,12 +81,32 @@ class HostPools:
         self.layout = "layer_first"
         self.done: list[Any] = []
         self._device = device
+        self._bytes: dict[tuple[str, int], torch.Tensor] = {}
 
-    def load_to_device_per_layer(self, _: Any, host: Any, pages: Any, layer: int, *args: Any, **kwargs: Any) -> None:
-        self._device.current.put(lambda: self.done.append(("load", layer)))
+    def load_to_device_per_layer(
+        self, kvcache: Any, host: torch.Tensor, device: torch.Tensor, layer: int, *args: Any, **kwargs: Any
+    ) -> None:
+        def copy() -> None:
+            self.done.append(("load", layer))
+            for name, buffer in buffers(kvcache, layer):
+                mirror = self._bytes.get((name, layer))
+                if mirror is not None:
+                    buffer[device[::PAGE] // PAGE] = mirror[host[::PAGE] // PAGE]
 
-    def backup_from_device_all_layer(self, *args: Any, **kwargs: Any) -> None:
-        self._device.current.put(lambda: self.done.append(("backup",)))
+        self._device.current.put(copy)
+
+    def backup_from_device_all_layer(
+        self, kvcache: Any, host: torch.Tensor, device: torch.Tensor, *args: Any, **kwargs: Any
+    ) -> None:
+        def copy() -> None:
+            self.done.append(("backup",))
+            for layer in range(LAYERS):
+                for name, buffer in buffers(kvcache, layer):
+                    shape = (HOST_PAGES, buffer.shape[1])
+                    mirror = self._bytes.setdefault((name, layer), torch.zeros(shape, dtype=buffer.dtype))
+                    mirror[host[::PAGE] // PAGE] = buffer[device[::PAGE] // PAGE]
+
+        self._device.current.put(copy)
 
 
 class World:
@@ -162,12 +191,23 @@ class World:
             token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, get_kvcache=lambda: self.kvcache),
             tree_cache=self.tree,
             forward_stream=self.device.Stream(),
+            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 4 * PAGE, dtype=torch.int64)),
             waiting_queue=[],
             running_batch=None,
             last_batch=None,
         )
 
     # ---- what happens to the rank ----------------------------------------------------------------------
+
+    def compute(self, *page_numbers: int) -> None:
+        """A forward writes whole pages."""
+        for layer in range(LAYERS):
+            for _, buffer in buffers(self.kvcache, layer):
+                view = buffer.view(torch.uint8)
+                shape = (len(page_numbers), view.shape[1])
+                view[list(page_numbers)] = torch.randint(0, 255, shape, dtype=torch.uint8)
+        if self.rank.digests is not None:
+            self.rank.digests.seal(tokens(*page_numbers), [0], [PAGE * len(page_numbers)])
 
     def back_up(self, device_page: int, host_page: int) -> None:
         """SGLang's backup of one page, run to its end."""

@@ -19,6 +19,10 @@ def start_writing(stock: Any, controller: Any) -> Any:
         controller.write_stream.wait_stream(here.scheduler.forward_stream)
         for event in here.copies.waits(LoadKind.HICACHE):
             controller.write_stream.wait_event(event)
+    if here.digests is not None:
+        for operation in controller.write_queue:
+            host, device = (here.digests.pages(i) for i in (operation.host_indices, operation.device_indices))
+            here.digests.backed_up(device, host)
     here.copies.promised(copies)
     answer = stock(controller)
     here.copies.launched(copies, [controller.ack_write_queue[-1].finish_event])

@@ -76,6 +76,9 @@ def _destination(manager: Any, here: rank.Rank, info: Any, trailer: Trailer) -> 
     manager.resolve_kv_replica_factor(infos)
     prefixes = (known.decode_prefix_len for known in infos.values())
     manager.req_to_decode_prefix_len[info.room] = next((n for n in prefixes if n is not None), 0)
+    room = here.rooms.find(info.room)
+    if room is not None:
+        room.first_page = manager.req_to_decode_prefix_len[info.room] // here.page_tokens
     manager.update_status(info.room, KVPoll.WaitingForInput)
 
 
@@ -84,8 +87,8 @@ def from_prefill(here: rank.Rank, parts: list[bytes]) -> None:
     match peers.decode(parts):
         case peers.Ack(key, incarnation, outcome):
             here.agent.peer_ack(key, incarnation, outcome)
-        case peers.Digests():
-            here.counters["unasked_digests"] += 1
+        case peers.Digests() as digests:
+            here.rooms.told_digests(digests)
 
 
 def _bound(manager: Any) -> rank.Rank:

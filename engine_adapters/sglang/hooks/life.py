@@ -28,6 +28,22 @@ def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
     return stock(scheduler, batch, *args, **kwargs)
 
 
+def forward(stock: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
+    """On the stream of the forward: what it computed is sealed behind it."""
+    answer = stock(worker, batch, *args, **kwargs)
+    here = rank.here()
+    if (
+        here is not None
+        and here.digests is not None
+        and batch is not None
+        and worker is here.scheduler.tp_worker
+        and batch.forward_mode.is_extend()
+        and here.role is not Role.DECODE
+    ):
+        here.digests.seal(batch.out_cache_loc, batch.prefix_lens, batch.extend_lens)
+    return answer
+
+
 def batch_result(stock: Any, scheduler: Any, batch: Any, result: Any) -> Any:
     answer = stock(scheduler, batch, result)
     here = rank.here()

@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
+
+import torch
+from sglang.srt.managers import cache_controller
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.digests import PageDigests, fetch
 from dsv4ctl.engine_adapters.sglang.loads import Copy, PageNumbers
 
 
@@ -53,9 +58,24 @@ def start_loading(stock: Any, controller: Any) -> Any:
     if here.gate.guarded(Guard.LOAD):
         for event in here.copies.waits(LoadKind.BACKUP):
             controller.load_stream.wait_event(event)
+    pages = [] if here.digests is None else _expected(here.digests, controller.load_queue)
     producer = stock(controller)
-    here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events)
+    check = None
+    if here.digests is not None and pages:
+        with cache_controller.device_module.stream(controller.load_stream):
+            check = fetch(here.digests.differences(torch.cat(pages)))
+    here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer
+
+
+def _expected(digests: PageDigests, operations: Sequence[Any]) -> list[torch.Tensor]:
+    """The device pages of these loads, and what each will have to be."""
+    pages = []
+    for operation in operations:
+        if len(operation.device_indices):
+            pages.append(digests.pages(operation.device_indices))
+            digests.loaded(digests.pages(operation.host_indices), pages[-1])
+    return pages
 
 
 def update_producer(stock: Any, counter: Any) -> Any:

@@ -12,8 +12,10 @@ from sglang.srt.utils.network import NetworkAddress
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.digests import PageDigests, fetch
 from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
-from dsv4ctl.engine_adapters.sglang.peers import with_trailer
+from dsv4ctl.engine_adapters.sglang.peers import Digests, with_trailer
+from dsv4ctl.engine_adapters.sglang.rooms import Room
 
 
 def created(_: Any, receiver: Any, *args: Any, **kwargs: Any) -> None:
@@ -77,8 +79,41 @@ def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
     if room is None or room.dropped:
         return int(KVPoll.Failed)
     if not room.verified:
+        if here.digests is not None and not _compared(here, here.digests, room, decode_req):
+            return int(KVPoll.Transferring if here.rooms.live(number) else KVPoll.Failed)
         here.rooms.landed(room)
     return int(KVPoll.Success)
+
+
+def _compared(here: rank.Rank, digests: PageDigests, room: Room, decode_req: Any) -> bool:
+    """Whether what landed is what was sealed. False too while that is not known yet."""
+    request = decode_req.req
+    if room.found is None:
+        table = here.scheduler.req_to_token_pool.req_to_token
+        pages = digests.pages(table[request.req_pool_idx, : len(request.origin_input_ids)])
+        room.found = fetch(digests.compute(pages[len(pages) - room.pages :]))
+    if len(room.told) < len(room.opening.peers) or not room.found.ready():
+        return False
+    found = room.found.get()
+    wrong = [difference for told in room.told.values() for difference in _differences(digests, found, told)]
+    here.counters["digests_compared"] += found.size
+    if not wrong:
+        return True
+    here.counters["digest_mismatches"] += len(wrong)
+    here.rooms.note(room, digest_mismatches=sorted({pool for pool, _, _ in wrong}))
+    if not here.gate.guarded(Guard.VERDICT):
+        return True
+    pool, layer, page = wrong[0]
+    reason = f"{len(wrong)} page digests differ from what was sealed, the first in {pool} layer {layer} page {page}"
+    here.rooms.fail(room.key.room, reason, AbortSource.INTEGRITY)
+    return False
+
+
+def _differences(digests: PageDigests, found: Any, told: Digests) -> list[tuple[str, int, int]]:
+    sealed = told.rows()
+    if sealed.shape != found.shape:
+        return [("shape", sealed.shape[0], sealed.shape[1])]
+    return digests.mismatches(found, sealed)
 
 
 def hold(stock: Any, transfer_queue: Any) -> list[int]:

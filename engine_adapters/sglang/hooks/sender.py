@@ -13,6 +13,7 @@ from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.ledger import LedgerError, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard
 from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.digests import fetch
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 
 #: A load that has not landed by then has failed.
@@ -31,7 +32,23 @@ def send_kv_chunk(stock: Any, scheduler: Any, request: Any, *args: Any, **kwargs
         manager.record_failure(room, "the room is aborted, or was not opened here")
         manager.update_status(room, KVPoll.Failed)
         return None
+    if here.digests is not None and _is_last(*args, **kwargs):
+        _seal(here, scheduler, request)
     return stock(scheduler, request, *args, **kwargs)
+
+
+def _is_last(last_chunk: bool = False, end_idx: int | None = None) -> bool:
+    return last_chunk
+
+
+def _seal(here: rank.Rank, scheduler: Any, request: Any) -> None:
+    """What the pages of the whole room were when they were computed, from the first that is sent on."""
+    room = here.rooms.find(request.bootstrap_room)
+    if room is None or here.digests is None:
+        return
+    locations = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : len(request.origin_input_ids)]
+    pages = here.digests.pages(locations)[room.first_page :]
+    room.sealed = fetch(here.digests.sealed[:, pages])
 
 
 def transfer_worker(stock: Any, manager: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,6 +105,7 @@ class Chunks:
         gate.post(ticket)
         if chunk.is_last_chunk:
             self._here.rooms.apply(room, Writer.sent_all)
+            self._here.rooms.tell_digests(room)
         return _Posted(chunk, room, ticket)
 
     def _granted(self, room: Room, chunk: Any) -> Ticket | None:
