@@ -61,17 +61,15 @@ def ask(python: str, env: Mapping[str, str]) -> Installed:
             [python, "-c", _ASK], capture_output=True, env={**os.environ, **env}, timeout=_ANSWER, check=False
         )
     except OSError as error:
-        raise AdapterError(f"sglang.python {python!r} cannot be run: {error.strerror}") from error
+        raise AdapterError(f"{python!r} cannot be run: {error.strerror}") from error
     except subprocess.TimeoutExpired as error:
-        raise AdapterError(f"sglang.python {python!r} did not say what is installed within {_ANSWER:g} s") from error
+        raise AdapterError(f"{python!r} did not say what is installed within {_ANSWER:g} s") from error
     try:
         return msgspec.json.decode(answer.stdout, type=Installed)
     except msgspec.DecodeError as error:
         said = answer.stderr.decode(errors="replace").strip().splitlines()
         last = said[-1] if said else f"exit code {answer.returncode}"
-        raise AdapterError(
-            f"sglang.python {python!r} is no Python that can be asked what is installed: {last}"
-        ) from error
+        raise AdapterError(f"{python!r} is no Python that can be asked what is installed: {last}") from error
 
 
 def missing(installed: Installed, python: str, *, transfers: bool, gpu: bool) -> str | None:

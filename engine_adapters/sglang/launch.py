@@ -26,7 +26,10 @@ def launch(request: LaunchRequest) -> LaunchSpec:
     table = engine.sglang
     if not table.model:
         raise AdapterError("sglang.model is not set: a folder with a model, or its Hugging Face name")
-    installed = environment.ask(table.python, table.env)
+    try:
+        installed = environment.ask(table.python, table.env)
+    except AdapterError as error:
+        raise AdapterError(f"sglang.python: {error}") from error
     lacking = environment.missing(
         installed, table.python, transfers=engine.role != "single", gpu=_device(table.extra_args) == "cuda"
     )

@@ -28,24 +28,32 @@ def installed(folder: Path, release: str = "9.9.9") -> None:
     (folder / f"sglang-{release}.dist-info" / "METADATA").write_text(f"Name: sglang\nVersion: {release}\n")
 
 
-def test_a_wheel_as_a_table() -> None:
+def test_a_verified_release_as_a_table() -> None:
     result = doctor("--wheel", str(wheel("0.5.16")))
-    assert result.exit_code == 1
+    assert result.exit_code == 0
     lines = result.stdout.splitlines()
-    assert lines[0].startswith("SGLang 0.5.16: ")
+    assert lines[0].startswith("SGLang 0.5.16 (verified): ")
     assert all(any(fact.question in line for line in lines) for fact in FACTS)
-    assert any("NIXL reads pages that HiCache is still loading" in line for line in lines)
+    hole = "NIXL reads pages that HiCache is still loading"
+    assert any(hole in line and line.endswith("closed by load_back, transfer_worker") for line in lines)
     assert any("--hicache-ratio" in line for line in lines)
 
 
-def test_a_wheel_as_json() -> None:
-    result = doctor("--wheel", str(wheel("0.5.16")), "--json")
+def test_an_installed_one_as_json(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    installed(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    result = doctor("--python", sys.executable, "--json")
     assert result.exit_code == 1
     report = json.loads(result.stdout)
-    assert report["release"] == "0.5.16"
-    assert report["answers"]["early_send"] == ["on", "srt/environ.py:380"]
-    assert "early_send_skips_loads" in {hole["key"] for hole in report["holes"]}
-    assert {"name", "where", "access"} <= report["consumers"][0].keys()
+    assert (report["release"], report["verified"], report["consumers"]) == ("9.9.9", False, [])
+    assert report["answers"]["early_send"] == ["-", ""]
+    assert report["answers"].keys() == {fact.key for fact in FACTS}
+    assert {
+        "key": "index_k_gated",
+        "what": "nothing is known about who reads index keys",
+        "where": "",
+    }.items() <= report["holes"][0].items()
+    assert {hook["kind"] for hook in report["hooks"]} == {"missing"}
 
 
 def test_an_installed_one_is_read_and_not_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -53,7 +61,7 @@ def test_an_installed_one_is_read_and_not_imported(tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     result = doctor("--python", sys.executable)
     assert result.exit_code == 1
-    assert result.stdout.startswith(f"SGLang 9.9.9: {tmp_path / 'sglang'}\n")
+    assert result.stdout.startswith(f"SGLang 9.9.9 (not verified): {tmp_path / 'sglang'}\n")
     assert "nothing is known about who reads index keys" in result.stdout
 
 
@@ -62,7 +70,7 @@ def test_a_virtual_environment_is_as_good_as_its_interpreter(tmp_path: Path, mon
     monkeypatch.setenv("PYTHONPATH", str(tmp_path / "site"))
     (tmp_path / "bin").mkdir()
     (tmp_path / "bin" / "python").symlink_to(sys.executable)
-    assert doctor("--python", str(tmp_path)).stdout.startswith("SGLang 9.9.9: ")
+    assert doctor("--python", str(tmp_path)).stdout.startswith("SGLang 9.9.9 (not verified): ")
 
 
 def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -77,8 +85,8 @@ def test_nothing_to_read(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
             "--wheel",
             f"{tmp_path}/other.whl",
         ): "other.whl: not a wheel of sglang: no sglang/srt with a sglang-*.dist-info",
-        ("--python", f"{tmp_path}/python"): "python: no such interpreter",
-        ("--python", f"{tmp_path}/text.whl"): "text.whl: not a Python interpreter: ",
+        ("--python", f"{tmp_path}/python"): "python' cannot be run: No such file or directory",
+        ("--python", f"{tmp_path}/text.whl"): "text.whl' cannot be run: Permission denied",
         ("--python", sys.executable): "has no sglang installed; name a wheel with --wheel, or another --python",
         ("--python", "python", "--wheel", "x"): "--wheel and --python exclude each other",
     }

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4ctl.engine_adapters.sglang.audit import sources
 from dsv4ctl.engine_adapters.sglang.audit.targets import Kind, kind
-from sglang_wheels import wheel
+from sglang_wheels import released
 
 
 @pytest.mark.parametrize(
@@ -25,10 +24,10 @@ from sglang_wheels import wheel
     ],
 )
 def test_kind(target: str, expected: Kind) -> None:
-    assert kind(sources.wheel(wheel("0.5.16")), f"sglang.{target}") is expected
+    assert kind(released("0.5.16"), f"sglang.{target}") is expected
 
 
 def test_a_method_that_moved_to_the_base_class_is_inherited_since() -> None:
     target = "sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController.start_loading"
-    found = {release: kind(sources.wheel(wheel(release)), target) for release in ("0.5.16", "0.5.23")}
+    found = {release: kind(released(release), target) for release in ("0.5.16", "0.5.23")}
     assert found == {"0.5.16": Kind.DEF, "0.5.23": Kind.INHERITED}

@@ -4,7 +4,11 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from functools import cache
 from pathlib import Path
+
+from dsv4ctl.engine_adapters.sglang.audit import sources
+from dsv4ctl.engine_adapters.sglang.audit.sources import Sources
 
 CACHE = Path(__file__).resolve().parents[2] / ".pytest_cache" / "d" / "sglang-wheels"
 
@@ -15,6 +19,12 @@ def wheel(release: str) -> Path:
         pip = [sys.executable, "-m", "pip", "download", "--quiet", "--no-deps", "--only-binary=:all:"]
         subprocess.run([*pip, "--dest", CACHE, f"sglang=={release}"], check=True, timeout=300)
     return _found(release)[0]
+
+
+@cache
+def released(release: str) -> Sources:
+    """Its sources, parsed once for all tests."""
+    return sources.wheel(wheel(release))
 
 
 def _found(release: str) -> list[Path]:

@@ -87,11 +87,10 @@ def accessors(sources: Sources) -> list[Consumer]:
     pool = find(sources.tree(POOL), CLASS)
     if pool is None:
         return []
-    methods = {found.name: found for found in definitions(pool) if isinstance(found, ast.FunctionDef)}
     return [
-        Consumer(name, f"{POOL}:{method.lineno}", access, "HIP" if name in _HIP_ACCESSORS else "")
-        for name, method in methods.items()
-        if not _BUILDING.match(name) and (access := _classify(method, methods)) is not None
+        Consumer(method.name, f"{POOL}:{method.lineno}", access, "HIP" if method.name in _HIP_ACCESSORS else "")
+        for method in definitions(pool)
+        if not _BUILDING.match(method.name) and (access := _classify(method)) is not None
     ]
 
 
@@ -104,8 +103,8 @@ def gate(method: Definition) -> int | None:
     return None
 
 
-def _classify(method: Definition, methods: dict[str, ast.FunctionDef]) -> Access | None:
-    touched, gated = _touch(method, methods), gate(method)
+def _classify(method: Definition) -> Access | None:
+    touched, gated = min((node.lineno for node in _accesses(method)), default=None), gate(method)
     if touched is None:
         return None
     if _WRITER.match(method.name) or method.name in _WRITE_TARGETS:
@@ -113,20 +112,6 @@ def _classify(method: Definition, methods: dict[str, ast.FunctionDef]) -> Access
     if _POINTER.match(method.name):
         return Access.POINTER
     return Access.GATED if gated is not None and gated <= touched else Access.UNGATED
-
-
-def _touch(method: Definition, methods: dict[str, ast.FunctionDef], seen: frozenset[str] = frozenset()) -> int | None:
-    """The line of its first access to bytes: its own, or through an ungated method of `methods` that it calls."""
-    lines = [node.lineno for node in _accesses(method)]
-    for node in ast.walk(method):
-        match node:
-            case ast.Call(func=ast.Attribute(value=ast.Name(id="self"), attr=name)) if name in methods:
-                other = methods[name]
-                if name in seen or _BUILDING.match(name) or gate(other) is not None:
-                    continue
-                if _touch(other, methods, seen | {method.name}) is not None:
-                    lines.append(node.lineno)
-    return min(lines, default=None)
 
 
 def _accesses(function: ast.AST) -> list[ast.expr]:

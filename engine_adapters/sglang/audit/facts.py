@@ -23,6 +23,7 @@ _PREFILL = "srt/disaggregation/prefill.py"
 DECODE = "srt/disaggregation/decode.py"
 _POLLS = "srt/disaggregation/utils.py"
 _SCHEDULER = "srt/managers/scheduler.py"
+_READ_EVENT = "srt/model_executor/runner_utils/shared_read_event.py"
 _CONTROLLER = "srt/managers/cache_controller.py"
 _ASSEMBLER = "srt/mem_cache/hybrid_cache/hybrid_pool_assembler.py"
 TREE = "srt/mem_cache/unified_radix_cache.py"
@@ -30,6 +31,7 @@ TREE = "srt/mem_cache/unified_radix_cache.py"
 _BOOTSTRAP = "NixlKVManager._start_bootstrap_thread"
 _EARLY = "maybe_send_cached_prefix_chunk"
 _EARLY_DEFAULT = "SGLANG_DISAGG_PREFILL_EARLY_SEND_CACHED_PREFIX"
+_READ_DONE = "SGLANG_ENABLE_PREFILL_WAR_READ_DONE"
 _DEFERRED = "SGLANG_DISAGGREGATION_DEFERRED_DECODE_KV_RELEASE"
 _BACKENDS = ("mooncake", "mori", "nixl")
 #: The wire word of an abort, and the constant that later releases give it.
@@ -163,6 +165,20 @@ def war_barrier(sources: Sources) -> Answer:
     if barrier is None:
         return Answer(NO)
     return _at(YES if calls(barrier, "wait_stream") else NO, _SCHEDULER, barrier)
+
+
+def early_send_ordered(sources: Sources) -> Answer:
+    """The barrier orders it by accident: unless a prefill publishes, before it ends, that it read its inputs."""
+    if early_send(sources).value == ABSENT:
+        return Answer(ABSENT)
+    if "nixl" in early_send_fenced(sources).value:
+        return Answer("event")
+    barrier, published = war_barrier(sources), _default(sources, _READ_DONE)
+    if barrier.value == NO or published.value != "on":
+        return Answer(NO if barrier.value == NO else "barrier", barrier.where)
+    publish = find(sources.tree(_READ_EVENT), "maybe_publish_prefill_shared_read_done")
+    spared = publish is not None and "enable_hierarchical_cache" in names(publish)
+    return Answer("barrier if HiCache" if spared else NO, published.where)
 
 
 def fence(stream: str) -> Callable[[Sources], Answer]:

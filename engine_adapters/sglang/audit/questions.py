@@ -16,7 +16,9 @@ class Fact(NamedTuple):
     #: Answers that leave a hole open.
     open: frozenset[str]
     #: What goes wrong there.
-    hole: str
+    hole: str = ""
+    #: Targets, below `sglang.srt`, of the hooks that close it together.
+    closed_by: tuple[str, ...] = ()
 
 
 class Hazard(NamedTuple):
@@ -29,7 +31,12 @@ class Hazard(NamedTuple):
 
 _CLOSED: frozenset[str] = frozenset()
 _IF_NO = frozenset({facts.NO})
-_WITHOUT_NIXL = frozenset({facts.NO, "mori", "mooncake, mori"})
+
+_NIXL = "disaggregation.nixl.conn."
+_BOOTSTRAP = _NIXL + "NixlKVManager._start_bootstrap_thread"
+_WORKER = _NIXL + "NixlKVManager.transfer_worker"
+_LOAD_BACK = "mem_cache.unified_radix_cache.UnifiedRadixCache.load_back"
+_CONTROLLER = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
 
 FACTS = (
     Fact(
@@ -44,7 +51,6 @@ FACTS = (
         "unified-KV accessor (HIP) waits for the layer's load",
         facts.gated("get_unified_kv"),
         _CLOSED,  # engines run on CUDA
-        "",
     ),
     Fact(
         "abort_sent",
@@ -59,6 +65,7 @@ FACTS = (
         facts.abort_survived,
         _IF_NO,
         "the first abort ends the thread: no room leaves bootstrapping any more",
+        (_BOOTSTRAP,),
     ),
     Fact(
         "frames_survived",
@@ -66,6 +73,7 @@ FACTS = (
         facts.frames_survived,
         _IF_NO,
         "a malformed frame ends the thread: no room leaves bootstrapping any more",
+        (_BOOTSTRAP,),
     ),
     Fact(
         "bootstrap_death_logged",
@@ -73,6 +81,7 @@ FACTS = (
         facts.bootstrap_death_logged,
         _IF_NO,
         "the thread ends unnoticed, and /health stays 200",
+        (_BOOTSTRAP,),
     ),
     Fact(
         "sender_timeout",
@@ -80,21 +89,32 @@ FACTS = (
         facts.sender_timeout,
         _IF_NO,
         "a prefill request whose decode went away waits for ever",
+        (_NIXL + "NixlKVSender.poll",),
     ),
-    Fact("early_send", "early send of a cached prefix", facts.early_send, _CLOSED, ""),
+    Fact("early_send", "early send of a cached prefix", facts.early_send, _CLOSED),
     Fact(
         "early_send_skips_loads",
         "early send skipped if its batch started a load",
         facts.early_send_skips_loads,
         _IF_NO,
         "NIXL reads pages that HiCache is still loading",
+        (
+            _LOAD_BACK,
+            _WORKER,
+        ),
     ),
     Fact(
         "early_send_fenced",
         "early send waits for the forward before (backends)",
         facts.early_send_fenced,
-        _WITHOUT_NIXL,
-        "NIXL may read pages that the forward before still writes",
+        _CLOSED,  # what counts is NIXL's order, by whatever means
+    ),
+    Fact(
+        "early_send_ordered",
+        "NIXL's early send comes after the forward before by",
+        facts.early_send_ordered,
+        frozenset({facts.NO, "barrier if HiCache"}),
+        "without HiCache, NIXL may read pages that the forward before still writes",
     ),
     Fact(
         "war_barrier",
@@ -109,6 +129,7 @@ FACTS = (
         facts.fence("load_fence_stream"),
         _IF_NO,
         "a load writes into reclaimed pages that a forward still touches",
+        (_CONTROLLER + "start_loading",),
     ),
     Fact(
         "write_fence",
@@ -116,6 +137,7 @@ FACTS = (
         facts.fence("write_fence_stream"),
         _IF_NO,
         "a backup reads pages that a forward still writes",
+        (_CONTROLLER + "start_writing",),
     ),
     Fact(
         "deferred_release",
@@ -123,6 +145,7 @@ FACTS = (
         facts.deferred_release,
         frozenset({facts.ABSENT, "off"}),
         "pages are reused while NIXL still writes into them",
+        ("disaggregation.decode.DecodeTransferQueue._poll_with_metadata_gate",),
     ),
     Fact(
         "writing_check",
@@ -147,6 +170,7 @@ FACTS = (
         ),
         frozenset({facts.NO, facts.ABSENT}),
         "a failure that one rank saw first leaves the ranks in different collectives",
+        ("disaggregation.decode.DecodePreallocQueue._update_handshake_waiters",),
     ),
     Fact(
         "metadata_gate",
@@ -154,6 +178,7 @@ FACTS = (
         facts.metadata_gate,
         _IF_NO,
         "ranks that read a recycled slot differently build different batches",
+        ("disaggregation.utils._apply_metadata_gate",),
     ),
     Fact(
         "counter_waits",
@@ -161,11 +186,17 @@ FACTS = (
         facts.counter_waits,
         _IF_NO,
         "an assertion ends the scheduler",
+        ("managers.cache_controller.LayerDoneCounter.update_producer",),
     ),
-    Fact("hicache_size", "--hicache-size for DeepSeek-V4", facts.hicache_size, _CLOSED, ""),
+    Fact("hicache_size", "--hicache-size for DeepSeek-V4", facts.hicache_size, _CLOSED),
 )
 
 HAZARDS = (
+    Hazard(
+        "early_send_ordered",
+        frozenset({"barrier if HiCache"}),
+        "without HiCache, early send may overtake a forward: SGLANG_ENABLE_PREFILL_WAR_READ_DONE=0",
+    ),
     Hazard(
         "early_send_skips_loads",
         _IF_NO,

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,7 @@ import msgspec
 from dsv4ctl.engine_adapters.sglang.audit import sources as reading
 from dsv4ctl.engine_adapters.sglang.audit.consumers import Access, Consumer, consumers
 from dsv4ctl.engine_adapters.sglang.audit.facts import Answer
+from dsv4ctl.engine_adapters.sglang.audit.hooks import Hooked, hooked, verified
 from dsv4ctl.engine_adapters.sglang.audit.questions import FACTS, HAZARDS, answers
 from dsv4ctl.engine_adapters.sglang.audit.sources import AuditError, Sources
 
@@ -21,19 +22,25 @@ class Hole(msgspec.Struct, frozen=True):
     key: str
     what: str
     where: str
+    #: Targets of the plugin's hooks that close it; empty: it is open.
+    closed_by: tuple[str, ...] = ()
 
 
 class Report(msgspec.Struct, frozen=True):
     release: str
     origin: str
+    #: Whether the plugin's hooks were verified on this release.
+    verified: bool
     answers: dict[str, Answer]
     consumers: list[Consumer]
+    hooks: list[Hooked]
     holes: list[Hole]
     hazards: list[str]
 
     @property
     def ok(self) -> bool:
-        return not self.holes
+        """Every hole is closed by hooks that are known to fit; with no hole, none are needed."""
+        return all(hole.closed_by for hole in self.holes) and (self.verified or not self.holes)
 
 
 def of(wheel: Path | None, python: Path) -> Report:
@@ -43,22 +50,28 @@ def of(wheel: Path | None, python: Path) -> Report:
 
 def audit(sources: Sources) -> Report:
     """Raises AuditError."""
-    answered, found = answers(sources), consumers(sources)
+    answered, found, hooks = answers(sources), consumers(sources), hooked(sources)
+    holes = [*_unanswered(answered, {hook.target for hook in hooks if hook.applies}), *_ungated(found)]
+    fits = verified(sources.release)
+    hazards = [hazard for hazard in HAZARDS if answered[hazard.key].value in hazard.answers]
+    closed = {hole.key for hole in holes if hole.closed_by and fits}
     return Report(
         sources.release,
         sources.origin,
+        fits,
         answered,
         found,
-        [*_unanswered(answered), *_ungated(found)],
-        [hazard.text for hazard in HAZARDS if answered[hazard.key].value in hazard.answers],
+        hooks,
+        holes,
+        [hazard.text for hazard in hazards if hazard.key not in closed],
     )
 
 
-def _unanswered(answered: dict[str, Answer]) -> Iterator[Hole]:
+def _unanswered(answered: dict[str, Answer], hooks: set[str]) -> Iterator[Hole]:
     for fact in FACTS:
         answer = answered[fact.key]
         if answer.value in fact.open:
-            yield Hole(fact.key, fact.hole, answer.where)
+            yield Hole(fact.key, fact.hole, answer.where, fact.closed_by if hooks.issuperset(fact.closed_by) else ())
 
 
 def _ungated(found: Iterable[Consumer]) -> Iterator[Hole]:
@@ -73,18 +86,28 @@ def table(report: Report) -> str:
     counts = Counter(each.access for each in report.consumers)
     shown = [each for each in report.consumers if each.access is not Access.WRITE]
     parts = [
-        f"SGLang {report.release}: {report.origin}",
+        f"SGLang {report.release} ({'verified' if report.verified else 'not verified'}): {report.origin}",
         _aligned([(fact.question, *report.answers[fact.key]) for fact in FACTS]),
         "Consumers: " + ", ".join(f"{counts[access]} {access}" for access in Access),
         _aligned([(each.access, each.platform, each.name, _short(each.where)) for each in shown]),
+        f"Hooks: {sum(hook.applies for hook in report.hooks)} of {len(report.hooks)} find their target",
     ]
+    if unfit := [(hook.target, str(hook.kind)) for hook in report.hooks if not hook.applies]:
+        parts.append(_aligned(unfit))
     if report.hazards:
         parts.append("Configuration:\n" + "\n".join(f"  {text}" for text in report.hazards))
+    parts.append(f"Holes (CUDA): {len(report.holes)}, open: {sum(not hole.closed_by for hole in report.holes)}")
     if report.holes:
-        parts += [f"Open holes (CUDA): {len(report.holes)}", _aligned([(hole.key, hole.what) for hole in report.holes])]
-    else:
-        parts.append("No open hole (CUDA).")
+        parts.append(_aligned([(hole.key, hole.what, _closure(hole)) for hole in report.holes]))
+    if report.holes and not report.verified:
+        parts.append("The plugin's hooks were not verified on this release: whether they close anything is not known.")
     return "\n\n".join(parts)
+
+
+def _closure(hole: Hole) -> str:
+    return (
+        "closed by " + ", ".join(target.rpartition(".")[2] for target in hole.closed_by) if hole.closed_by else "OPEN"
+    )
 
 
 def _short(where: str) -> str:
@@ -92,7 +115,7 @@ def _short(where: str) -> str:
     return f"{first} (+{len(more)})" if more else first
 
 
-def _aligned(rows: list[tuple[str, ...]]) -> str:
+def _aligned(rows: Sequence[tuple[str, ...]]) -> str:
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)) for row in rows)
     return "\n".join(f"  {line}".rstrip() for line in lines)

@@ -3,27 +3,16 @@
 from __future__ import annotations
 
 import ast
-import json
-import subprocess
 import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from email.parser import HeaderParser
 from pathlib import Path
 
+from dsv4ctl.engine_adapters.protocol import AdapterError
+from dsv4ctl.engine_adapters.sglang import environment
+
 ROOT = "sglang/"
-#: Seconds for an interpreter to say where its SGLang is.
-_PATIENCE = 60
-#: find_spec of a top-level package runs none of its code.
-_WHERE = """
-import importlib.metadata, importlib.util, json
-spec = importlib.util.find_spec("sglang")
-try:
-    release = importlib.metadata.version("sglang")
-except importlib.metadata.PackageNotFoundError:
-    release = None
-print(json.dumps([list(spec.submodule_search_locations or []) if spec else [], release]))
-"""
 
 
 class AuditError(Exception):
@@ -91,17 +80,12 @@ def interpreter(python: Path) -> Sources:
     """What `python` (an interpreter, or a virtual environment's folder) would import as sglang. Raises AuditError."""
     executable = python / "bin" / "python" if python.is_dir() else python
     try:
-        answer = subprocess.run(
-            [executable, "-c", _WHERE], capture_output=True, text=True, check=True, timeout=_PATIENCE
-        ).stdout
-        locations, release = json.loads(answer)
-    except FileNotFoundError as error:
-        raise AuditError(f"{executable}: no such interpreter") from error
-    except (OSError, ValueError, subprocess.SubprocessError) as error:
-        raise AuditError(f"{executable}: not a Python interpreter: {error}") from error
-    if not locations:
+        installed = environment.ask(str(executable), {})
+    except AdapterError as error:
+        raise AuditError(str(error)) from error
+    if installed.folder is None:
         raise AuditError(f"{executable}: has no sglang installed; name a wheel with --wheel, or another --python")
-    return folder(Path(locations[0]), release)
+    return folder(installed.package, installed.sglang)
 
 
 def _is_runtime(module: str) -> bool:
