@@ -64,7 +64,7 @@ def _to_e4m3_grid(x):
     return (value | (bits & 0x80000000)).to(tl.float32, bitcast=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def _store(
     rows_ptr, slots_ptr, keys_ptr, scales_ptr, norm_ptr, cos_sin_ptr, positions_ptr, epsilon, count,
     row_stride, block: tl.constexpr, dim: tl.constexpr, rope_at: tl.constexpr, page_keys: tl.constexpr,

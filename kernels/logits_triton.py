@@ -33,6 +33,11 @@ class Shape:
     registers: int
 
 
+#: Differ from launch to launch: a variant for each of their values' properties would be compiled while a batch waits.
+VARYING = ("table_stride", "query_blocks", "columns")
+LEAST_WIDTH = 64  #: query blocks up to here are one variant of `_decode`
+
+
 @triton.jit
 def _block(query_block, first_ptr, count_ptr, sequence_ptr, rows: tl.constexpr, regular: tl.constexpr):
     """(first query, number of queries, sequence) of a query block; no loads where every sequence has `rows`."""
@@ -99,7 +104,7 @@ def _run(
             tl.store(outs[None, :] + key[:, None], nothing, mask=key[:, None] < lengths[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _decode(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, table_ptr, lengths_ptr, first_ptr, count_ptr, sequence_ptr, out_ptr,
     words_ptr, group_pages, expected_ptr, failed_ptr, deadline, table_stride, out_stride, query_blocks, columns,
@@ -135,7 +140,7 @@ def _decode(
         )  # fmt: skip
 
 
-@triton.jit
+@triton.jit(do_not_specialize=VARYING)
 def _prefill(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, table_ptr, lengths_ptr, first_ptr, count_ptr, sequence_ptr, out_ptr,
     words_ptr, group_pages, expected_ptr, failed_ptr, deadline, table_stride, out_stride, query_blocks, columns,
@@ -197,9 +202,9 @@ def paged_logits_triton(
         _prefill if prefill else _decode, q.device, reserved_sms,
         q, weights, keys, scales, table, lengths, blocks.first, blocks.count, blocks.sequence, out,
         *ticket_arguments(tickets, lengths), table.stride(0), out.stride(0), number, out.shape[1],
-        width=1 if prefill else triton.next_power_of_2(number), steps=shape.steps, rows=blocks.rows, heads=HEADS,
-        dim=index_k.DIM, page_keys=index_k.KEYS, page_stride=keys.shape[1], scale_stride=pages.shape[1] // 4,
-        block=shape.block, run_pages=shape.steps * shape.block // index_k.KEYS, fp8=fp8, regular=blocks.regular,
-        tickets=tickets is not None, gpu=on_gpu(q), num_warps=shape.warps, num_stages=shape.stages,
-        maxnreg=shape.registers,
+        width=1 if prefill else max(LEAST_WIDTH, triton.next_power_of_2(number)), steps=shape.steps, rows=blocks.rows,
+        heads=HEADS, dim=index_k.DIM, page_keys=index_k.KEYS, page_stride=keys.shape[1],
+        scale_stride=pages.shape[1] // 4, block=shape.block, run_pages=shape.steps * shape.block // index_k.KEYS,
+        fp8=fp8, regular=blocks.regular, tickets=tickets is not None, gpu=on_gpu(q), num_warps=shape.warps,
+        num_stages=shape.stages, maxnreg=shape.registers,
     )  # fmt: skip

@@ -38,8 +38,8 @@ LEAST = {"jaccard_bf16_mean": 0.98, "jaccard_bf16_above_fp8": 0.0}
 
 
 class Data(NamedTuple):
-    rows: torch.Tensor  #: bf16 [N, 128], what the compressor pools
-    norm: torch.Tensor  #: bf16 [128]
+    rows: torch.Tensor  #: fp32 [N, 128], what the compressor pools
+    norm: torch.Tensor  #: fp32 [128]
     freqs: torch.Tensor  #: complex64 [positions, 32]
     slots: torch.Tensor  #: int64 [N], shuffled pages
     table: torch.Tensor  #: int32 [T, pages]
@@ -57,8 +57,8 @@ def made(keys: int, queries: int) -> Data:
     angles = torch.outer(torch.arange(keys * RATIO).double(), 40000.0 ** -(torch.arange(32).double() / 32)).float()
     lengths = torch.linspace(keys // 2 + 3, keys, queries).to(torch.int32)
     data = Data(
-        rows=torch.randn(keys, index_k.DIM).to(torch.bfloat16),
-        norm=(1 + 0.1 * torch.randn(index_k.DIM)).to(torch.bfloat16),
+        rows=torch.randn(keys, index_k.DIM),
+        norm=1 + 0.1 * torch.randn(index_k.DIM),
         freqs=torch.polar(torch.ones_like(angles), angles),
         slots=slots,
         table=order.to(torch.int32).expand(queries, pages).contiguous(),

@@ -8,7 +8,7 @@ import torch
 
 os.environ["TRITON_INTERPRET"] = "1"
 
-from dsv4ctl.engine_adapters.sglang.index_k import geometry, hooks, read, store
+from dsv4ctl.engine_adapters.sglang.index_k import geometry, hooks, read, store, warm
 from dsv4ctl.engine_adapters.sglang.index_k.pages import IndexKeys, pages_of
 from dsv4ctl.engine_adapters.sglang.index_k.targets import store_targets_reference
 from dsv4ctl.engine_adapters.sglang.index_k.targets_triton import store_targets_triton
@@ -145,6 +145,15 @@ def test_queries_of_one_sequence_share_its_keys_in_an_eager_prefill_and_the_logi
         assert seen[-1].rows == 1
     read.paged_logits(q, cache, weights, lengths, table, None, 128)
     assert seen[-1].rows == 1
+
+
+def test_the_kernels_are_compiled_by_launches_on_pages_of_their_own(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: list[str] = []
+    for name in ("norm_rope_hadamard_store", "index_queries", "paged_logits"):
+        plain = getattr(ops, name)
+        monkeypatch.setattr(ops, name, lambda *a, n=name, f=plain, **k: (launched.append(n), f(*a, **k))[1])
+    warm.compile_kernels(torch.device("cpu"))
+    assert launched == ["norm_rope_hadamard_store", "index_queries", "paged_logits", "paged_logits"]
 
 
 def test_a_pool_with_the_fp4_indexer_or_another_head_dim_is_refused() -> None:

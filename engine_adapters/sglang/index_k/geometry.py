@@ -10,7 +10,10 @@ import os
 from collections.abc import Callable
 from typing import Any, NoReturn
 
+import torch
+
 from dsv4ctl.engine_adapters.sglang.index_k.pages import FP8_ROW
+from dsv4ctl.engine_adapters.sglang.index_k.warm import compile_kernels
 from dsv4ctl.kernels import index_k
 
 KEY_BYTES = index_k.PAGE_BYTES["bf16"] // index_k.KEYS
@@ -34,7 +37,7 @@ def pool_bytes_per_token(pool: Any) -> int:
 
 def created(_result: None, pool: Any) -> None:
     """After `DeepSeekV4IndexerPool._create_buffer`: no pool of another layout lives in this process, and the indexer's
-    switches stand (0.5.16 turns the TileLang indexer on for sm_120 after the server has started).
+    switches stand (0.5.16 turns the TileLang indexer on for sm_120 after the server has started). Kernels are compiled.
 
     Raises ValueError for other pages, as the fp4 indexer's or those of ratios 1 and 2.
     """
@@ -46,6 +49,9 @@ def created(_result: None, pool: Any) -> None:
             f"{index_k.PAGE_BYTES['bf16']} B in every index-K pool of the model (no fp4 indexer, compress ratio 4)"
         )
     os.environ.update(environment())
+    device = torch.device(pool.device)
+    if device.type == "cuda":
+        compile_kernels(device)
 
 
 def environment() -> dict[str, str]:

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextvars import ContextVar
 from typing import Any
 
@@ -25,9 +26,16 @@ def index_keys(pages: torch.Tensor, *_arguments: Any, **_options: Any) -> IndexK
 
 def forward_c4_indexer(original: Callable[..., None], backend: Any, *arguments: Any, **options: Any) -> None:
     """Around `C4IndexerBackendMixin.forward_c4_indexer`: tells `paged_logits` which queries of a prefill share keys."""
-    token = _counts.set(_queries_of_sequences(options.get("forward_batch")))
-    try:
+    with sharing(_queries_of_sequences(options.get("forward_batch"))):
         original(backend, *arguments, **options)
+
+
+@contextlib.contextmanager
+def sharing(counts: tuple[int, ...] | None) -> Iterator[None]:
+    """In its body `paged_logits` gets `counts[s]` consecutive queries of each sequence s; None: nothing is known."""
+    token = _counts.set(counts)
+    try:
+        yield
     finally:
         _counts.reset(token)
 

@@ -8,7 +8,7 @@ import triton
 import triton.language as tl
 
 
-@triton.jit
+@triton.jit(do_not_specialize=("count",))
 def _targets(
     plan_ptr, out_loc_ptr, slots_ptr, positions_ptr, count,
     ratio: tl.constexpr, decode: tl.constexpr, block: tl.constexpr,

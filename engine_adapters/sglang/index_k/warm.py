@@ -1,0 +1,31 @@
+"""Compiles the kernels before the server is ready: the first request would wait seconds for them."""
+
+from __future__ import annotations
+
+import torch
+
+from dsv4ctl.engine_adapters.sglang.index_k import read
+from dsv4ctl.engine_adapters.sglang.index_k.pages import IndexKeys
+from dsv4ctl.engine_adapters.sglang.index_k.targets import store_targets
+from dsv4ctl.kernels import index_k, ops
+from dsv4ctl.kernels.logits import HEADS
+
+
+def compile_kernels(device: torch.device) -> None:
+    """One launch of each variant that a decode of up to 64 queries and an eager prefill need, on pages of its own."""
+    pages = torch.zeros(1, index_k.PAGE_BYTES["bf16"], dtype=torch.uint8, device=device)
+    plan = torch.zeros(1, 16, dtype=torch.uint8, device=device)
+    out_loc = torch.zeros(1, dtype=torch.int64, device=device)
+    for decode in (True, False):
+        slots, positions = store_targets(plan, out_loc, 4, decode=decode)
+    freqs = torch.ones(1, 32, dtype=torch.complex64, device=device)
+    row = torch.ones(1, index_k.DIM, device=device)
+    ops.norm_rope_hadamard_store(pages, slots, row, row[0], torch.view_as_real(freqs).flatten(-2), positions, 1e-6)
+    q = torch.ones(1, HEADS, index_k.DIM, dtype=torch.bfloat16, device=device)
+    turned, weights = read.index_queries(q, q[:, :, 0].contiguous(), 1.0, freqs, out_loc)
+    table, lengths = out_loc.to(torch.int32)[:, None], torch.ones(1, dtype=torch.int32, device=device)
+    for counts in (None, (1,)):
+        with read.sharing(counts):
+            read.paged_logits(
+                turned.unsqueeze(1), IndexKeys(pages), weights.squeeze(2), lengths, table, None, index_k.KEYS
+            )
