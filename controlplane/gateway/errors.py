@@ -19,6 +19,7 @@ ABORT_STATUS: dict[AbortSource, int] = {
     AbortSource.ENGINE_FAULT: 502,
     AbortSource.INTEGRITY: 500,
     AbortSource.DRAIN: 503,
+    AbortSource.RETRACTION: 503,  # seen by nobody but who asks an engine directly: the room begins again
 }
 
 
@@ -79,3 +80,14 @@ def message_in(raw: bytes) -> str:
             break
         body = body.get("error", body.get("message", body.get("detail", "")))
     return str(body)[:500]
+
+
+def source_in(raw: bytes) -> str | None:
+    """Who aborted the request, where an engine's error body says so."""
+    try:
+        body = msgspec.json.decode(raw)
+    except msgspec.DecodeError:
+        return None
+    error = body.get("error") if isinstance(body, dict) else None
+    source = error.get("source") if isinstance(error, dict) else None
+    return source if isinstance(source, str) else None

@@ -13,9 +13,11 @@ import anyio
 import msgspec
 from aiohttp import web
 
-from dsv4ctl.controlplane.gateway.errors import EngineAnswerError, RequestError, message_in, of_abort
+from dsv4ctl.controlplane.gateway.client import Client, ClientGoneError
+from dsv4ctl.controlplane.gateway.errors import EngineAnswerError, RequestError, message_in, of_abort, source_in
 from dsv4ctl.controlplane.gateway.events import EventCutter, EventError, error_in, is_done
 from dsv4ctl.controlplane.gateway.parsing import Parsed
+from dsv4ctl.controlplane.gateway.seam import SeamError
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine
@@ -32,10 +34,6 @@ _MAX_ERROR_BYTES = 64 * 1024
 _PASSED_HEADERS = ("content-type",)
 
 
-class ClientGoneError(Exception):
-    """The client's connection broke while its answer was being written."""
-
-
 class LegError(Exception):
     """One leg failed. `error` is what the client is told; `source` why the room is aborted."""
 
@@ -46,59 +44,51 @@ class LegError(Exception):
 
 
 class Exchange:
-    """Sends `parsed` to the engines of `live` and the decode engine's answer to the client of `request`."""
+    """Sends `parsed` to the engines of `live` and the decode engine's answer to `client`."""
 
     def __init__(
         self,
-        request: web.Request,
+        client: Client,
         parsed: Parsed,
         live: LiveRoom,
-        client: aiohttp.ClientSession,
+        session: aiohttp.ClientSession,
         desk: RoomDesk,
         telemetry: Telemetry,
     ) -> None:
-        self._request = request
+        self._client = client
         self._parsed = parsed
         self._live = live
-        self._client = client
+        self._session = session
         self._desk = desk
         self._telemetry = telemetry
         self._failed: RequestError | None = None
-        self.started: web.StreamResponse | None = None  #: once set, bytes went to the client
-        self.sent = 0  #: body bytes sent
 
     async def run(self) -> web.StreamResponse:
         """The client's answer, complete.
 
-        Raises RequestError if there is none (or, of a stream that began, no end); the room is aborted by
-        then. Cancelled (the client left): the room is aborted too.
+        Raises RequestError if there is none (or, of a stream that began, no end); the room is aborted by then.
         """
         response: web.StreamResponse | None = None
-        try:
-            async with anyio.create_task_group() as tasks:
+        async with anyio.create_task_group() as tasks:
 
-                def fail(error: RequestError) -> None:
-                    self._failed = self._failed or error
-                    tasks.cancel_scope.cancel()
-
-                tasks.start_soon(self._watch_room, fail)
-                prefill, decode = self._live.pair
-                prefill_over, decode_over = anyio.Event(), anyio.Event()
-                if prefill is None:
-                    prefill_over.set()
-                else:
-                    tasks.start_soon(self._leg, prefill, partial(self._prefill, prefill), fail, prefill_over)
-                decoded: list[web.StreamResponse] = []
-                tasks.start_soon(self._leg, decode, partial(self._decode, decode, decoded), fail, decode_over)
-                await decode_over.wait()
-                with anyio.move_on_after(PREFILL_TAIL):
-                    await prefill_over.wait()
-                response = decoded[0]
+            def fail(error: RequestError) -> None:
+                self._failed = self._failed or error
                 tasks.cancel_scope.cancel()
-        except anyio.get_cancelled_exc_class():
-            self._desk.abort(self._live, AbortSource.CLIENT, "the client left")
-            self._telemetry.emit(Event.GATEWAY_CLIENT_GONE, **self._live.fields(), bytes=self.sent)
-            raise
+
+            tasks.start_soon(self._watch_room, fail)
+            prefill, decode = self._live.pair
+            prefill_over, decode_over = anyio.Event(), anyio.Event()
+            if prefill is None:
+                prefill_over.set()
+            else:
+                tasks.start_soon(self._leg, prefill, partial(self._prefill, prefill), fail, prefill_over)
+            decoded: list[web.StreamResponse] = []
+            tasks.start_soon(self._leg, decode, partial(self._decode, decode, decoded), fail, decode_over)
+            await decode_over.wait()
+            with anyio.move_on_after(PREFILL_TAIL):
+                await prefill_over.wait()
+            response = decoded[0]
+            tasks.cancel_scope.cancel()
         if response is None:
             raise self._failed or RequestError(500, "internal", "the request ended without an answer")
         return response
@@ -132,14 +122,19 @@ class Exchange:
         else:
             over.set()
             return
-        if source is AbortSource.ENGINE_FAULT:
+        if source is AbortSource.RETRACTION:
+            await self._live.aborting.wait()  # the rank's report is on its way; without it, the room's deadline comes
+        elif source is AbortSource.ENGINE_FAULT:
             with anyio.move_on_after(REASON_GRACE):
                 await self._live.aborting.wait()
+        aborted = self._live.aborted()
+        if aborted is not None and self._live.retracted:
+            fail(of_abort(aborted))
+            return
         self._telemetry.emit(
             Event.GATEWAY_LEG_FAILED, "warning", **self._live.fields(),
             engine=engine.name, leg=engine.role, status=error.status, reason=error.message,
         )  # fmt: skip
-        aborted = self._live.aborted()
         self._desk.abort(self._live, source, error.message)
         fail(error if aborted is None else of_abort(aborted))
 
@@ -160,34 +155,30 @@ class Exchange:
                 decoded.append(await self._relay(answer, headers, engine))
                 return
             body = await answer.read()
-            self.sent += len(body)
+            self._client.sent += len(body)
             decoded.append(web.Response(body=body, headers=headers))
 
     async def _relay(
         self, answer: aiohttp.ClientResponse, headers: Mapping[str, str], engine: Engine
     ) -> web.StreamResponse:
-        """Passes events on as they come. A stream that ends without `[DONE]` has failed."""
-        response = web.StreamResponse(headers={**headers, "Cache-Control": "no-cache"})
-        cutter = EventCutter()
+        """Passes events on as they come, but for what an earlier generation told. One without `[DONE]` has failed."""
+        seam, cutter = self._client.told.seam(), EventCutter()
         async for data in answer.content.iter_any():
             for event in cutter.feed(data):
                 payload = error_in(event)
                 if payload is not None:
                     raise _engine_fault(engine, 502, payload)
-                await self._pass_on(response, event)
+                try:
+                    rest = seam.rest(event)
+                except SeamError as error:
+                    text = f"{_called(engine)}: {error}"
+                    raise LegError(RequestError(500, "integrity", text), AbortSource.INTEGRITY) from error
+                if rest is None:
+                    continue
+                response = await self._client.pass_on(rest, headers)
                 if is_done(event):
                     return response
         raise aiohttp.ClientPayloadError("its stream ended before its end was announced")
-
-    async def _pass_on(self, response: web.StreamResponse, event: bytes) -> None:
-        try:
-            if self.started is None:
-                await response.prepare(self._request)
-                self.started = response
-            await response.write(event)
-        except ConnectionResetError as error:
-            raise ClientGoneError from error
-        self.sent += len(event)
 
     @asynccontextmanager
     async def _post(self, engine: Engine) -> AsyncIterator[aiohttp.ClientResponse]:
@@ -202,7 +193,7 @@ class Exchange:
             "x-dsv4ctl-generation": str(self._live.key.generation),
         }
         body = msgspec.json.encode({**self._parsed.body, **bootstrap(self._live)})
-        async with self._client.post(url + self._request.path, data=body, headers=headers) as answer:
+        async with self._session.post(url + self._client.request.path, data=body, headers=headers) as answer:
             if answer.status != 200:
                 raw = await answer.content.read(_MAX_ERROR_BYTES)
                 raise _engine_fault(engine, answer.status, raw)
@@ -225,8 +216,10 @@ def bootstrap(live: LiveRoom) -> dict[str, Any]:
 
 
 def _engine_fault(engine: Engine, status: int, raw: bytes) -> LegError:
-    """A 4xx is the request's fault and passed on as it came; anything else is the engine's."""
+    """A 4xx is the request's fault and passed on as it came; anything else is the engine's, or a retraction."""
     message = f"{_called(engine)} answered {status}: {message_in(raw)}"
+    if source_in(raw) == AbortSource.RETRACTION.value:
+        return LegError(RequestError(503, AbortSource.RETRACTION.value, message), AbortSource.RETRACTION)
     if 400 <= status < 500:
         return LegError(EngineAnswerError(status, message, raw), AbortSource.CLIENT)
     status = status if status >= 500 else 502

@@ -14,9 +14,12 @@ import msgspec
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 
 #: Raised by one whenever a frame changes in a way an older peer would misread.
-WIRE_VERSION = 1
+WIRE_VERSION = 2
 #: One dated line a version: why it was raised.
-WIRE_HISTORY: dict[int, str] = {1: "2026-11-29: first version"}
+WIRE_HISTORY: dict[int, str] = {
+    1: "2026-11-29: first version",
+    2: "2026-11-29: a room may be retracted (an abort source that version 1 refuses); rooms have a `turn`",
+}
 
 
 class Role(Enum):
@@ -175,7 +178,8 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
 
     `peers` are the incarnations of the other side's ranks by rank number, empty on a single engine;
     `bootstrap_ports`, on a decode rank, are the ports on which they listen. `fresh`: what came of the cached prefix
-    was wrong, so the prompt is computed without it, and it is forgotten.
+    was wrong, so the prompt is computed without it, and it is forgotten. `turn` is the room's place in the order in
+    which rooms were first opened: of several that want pages, the one with the least is served.
     `deadlines` are seconds a state may last, by `RoomState` value.
     """
 
@@ -188,6 +192,7 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
     integrity: str
     bootstrap_ports: tuple[int, ...] = ()
     fresh: bool = False
+    turn: int = 0
 
 
 class Abort(msgspec.Struct, tag=True, frozen=True):

@@ -70,6 +70,7 @@ class AbortSource(Enum):
     ENGINE_FAULT = "engine_fault"
     INTEGRITY = "integrity"
     DRAIN = "drain"
+    RETRACTION = "retraction"  #: decode needs the pages for an older room: the next generation begins again
 
 
 class Quiet(Enum):

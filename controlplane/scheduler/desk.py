@@ -7,7 +7,8 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from itertools import count
+from typing import Any
 
 import anyio
 import msgspec
@@ -40,42 +41,13 @@ from dsv4ctl.controlplane.rooms.room import (
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Fleet, Pair, Rank, Sample
-from dsv4ctl.controlplane.scheduler.live import LiveRoom
+from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomAbortedError, RoomRequest
+from dsv4ctl.controlplane.scheduler.placement import NotServingError, OverAdmissionError, Placement
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
-from dsv4ctl.policies import registry
-from dsv4ctl.policies.admission import InFlight
-from dsv4ctl.policies.routing import Pair as Candidate
 
 #: Ended rooms kept for `rooms ID`.
 ENDED_KEPT = 1024
-#: Lives of ended rooms that the mean life is taken over.
-LIVES_KEPT = 64
-
-
-class NotServingError(RuntimeError):
-    """No engine can take the request; `draining` tells why from why."""
-
-    def __init__(self, reason: str, draining: bool) -> None:
-        super().__init__(reason)
-        self.draining = draining
-
-
-class OverAdmissionError(RuntimeError):
-    """`retry_after`: whole seconds, or None if a room this large is never admitted."""
-
-    def __init__(self, reason: str, retry_after: int | None) -> None:
-        super().__init__(reason)
-        self.retry_after = retry_after
-
-
-class RoomRequest(NamedTuple):
-    """What the desk needs to know of a request. `tokens` is an estimate of the prompt's length."""
-
-    request_id: str
-    session: str | None
-    tokens: int
-    fresh: bool = False  #: without the cached prefix
 
 
 @dataclass
@@ -103,15 +75,12 @@ class RoomDesk:
         self._number = number
         self._integrity = config.policies.integrity
         self._deadlines: dict[str, float] = msgspec.structs.asdict(config.deadlines)
-        self._routing = registry.load("routing", config.policies.routing)()
-        self._admission = registry.load("admission", config.policies.admission)(
-            max_rooms=config.limits.max_rooms, max_bytes=config.limits.max_bytes
-        )
+        self._placement = Placement(config, fleet)
         self._live: dict[RoomKey, LiveRoom] = {}
         self._answering: set[LiveRoom] = set()
         self._ended: deque[LiveRoom] = deque(maxlen=ENDED_KEPT)
-        self._lives: deque[float] = deque(maxlen=LIVES_KEPT)
         self._counts: Counter[str] = Counter()
+        self._turns = count(1)
         self._timer = _Timer(float("inf"), anyio.Event())
         self.refusing: str | None = None  #: why no new room is opened at all
 
@@ -122,13 +91,36 @@ class RoomDesk:
 
         Raises NotServingError, OverAdmissionError, RoomAbortedError. Cancelled: the room is aborted.
         """
-        pair = self._choose()
+        if self.refusing is not None:
+            raise NotServingError(self.refusing, draining=True)
+        rooms = self._live.values()
+        pair = self._placement.choose(rooms)
         amount = 0
         geometry = pair.decode.geometry
         if pair.prefill is not None and geometry is not None:
             amount = transfer_bytes(geometry, request.tokens)
-        self._admit(amount)
-        live = self._begin(request, pair, amount)
+        try:
+            self._placement.admit(rooms, amount)
+        except OverAdmissionError as error:
+            self._telemetry.emit(Event.ROOM_REFUSED, "warning", reason=str(error))
+            raise
+        key = RoomKey(self._number(), 1)
+        return await self._settled(self._begin(key, next(self._turns), request, pair, amount))
+
+    async def open_again(self, retracted: LiveRoom) -> LiveRoom:
+        """The next generation of a retracted room, once the last one is quiet on both sides.
+
+        It was admitted once, and is not refused now; it keeps its turn. Raises NotServingError; RoomAbortedError, also
+        if the room was aborted meanwhile. Cancelled: nothing follows.
+        """
+        await retracted.ended.wait()  # an aborting room ends by its own deadlines
+        if retracted.overruled is not None:
+            raise retracted.overruled
+        pair = self._placement.again(retracted.pair, self._live.values())
+        key = retracted.key._replace(generation=retracted.key.generation + 1)
+        return await self._settled(self._begin(key, retracted.turn, retracted.request, pair, retracted.bytes))
+
+    async def _settled(self, live: LiveRoom) -> LiveRoom:
         try:
             await live.settled.wait()
         except anyio.get_cancelled_exc_class():
@@ -137,60 +129,25 @@ class RoomDesk:
         live.raise_if_aborted()
         return live
 
-    def _choose(self) -> Pair:
-        if self.refusing is not None:
-            raise NotServingError(self.refusing, draining=True)
-        pairs: dict[tuple[str, str], Pair] = {}
-        for engine in self._fleet.ready(Role.SINGLE):
-            pairs[engine.name, ""] = Pair(None, engine)
-        for prefill in self._fleet.ready(Role.PREFILL):
-            for decode in self._fleet.ready(Role.DECODE):
-                pairs[prefill.name, decode.name] = Pair(prefill, decode)
-        if not pairs:
-            raise NotServingError(self._fleet.why_not(), draining=self._fleet.draining)
-        amounts: Counter[tuple[str, str]] = Counter()
-        rooms: Counter[tuple[str, str]] = Counter()
-        for live in self._live.values():
-            amounts[_names(live.pair)] += live.bytes
-            rooms[_names(live.pair)] += 1
-        chosen = self._routing.choose(
-            [Candidate(first, second or None, amounts[first, second], rooms[first, second])
-             for first, second in pairs]
-        )  # fmt: skip
-        return pairs[chosen.key]
-
-    def _admit(self, amount: int) -> None:
-        lives = self._lives
-        in_flight = InFlight(
-            rooms=len(self._live),
-            bytes=sum(live.bytes for live in self._live.values()),
-            room_seconds=sum(lives) / len(lives) if lives else 0.0,
-        )
-        refused = self._admission.decide(in_flight, amount)
-        if refused is not None:
-            self._telemetry.emit(Event.ROOM_REFUSED, "warning", reason=refused.reason)
-            raise OverAdmissionError(refused.reason, refused.retry_after)
-
-    def _begin(self, request: RoomRequest, pair: Pair, amount: int) -> LiveRoom:
-        key = RoomKey(self._number(), 1)
+    def _begin(self, key: RoomKey, turn: int, request: RoomRequest, pair: Pair, amount: int) -> LiveRoom:
         participants = {
             rank.incarnation: ParticipantInfo(engine.name, rank.number, engine.role.value)
             for engine in pair.engines
             for rank in engine.ranks.values()
         }
         room = Room(key, request.request_id, request.session, participants, self._deadlines, anyio.current_time())
-        live = LiveRoom(room, pair, amount)
+        live = LiveRoom(room, request, turn, pair, amount)
         self._live[key] = live
         self._telemetry.emit(
             Event.ROOM_OPENED, **live.fields(), engines=[engine.name for engine in pair.engines], bytes=amount
         )
         for engine in pair.engines:
             peer = next((other for other in pair.engines if other is not engine), None)
-            self._open_on(engine, peer, live, request.fresh)
+            self._open_on(engine, peer, live)
         self._keep_time(live.room.next_deadline())
         return live
 
-    def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom, fresh: bool) -> None:
+    def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom) -> None:
         frame = OpenRoom(
             key=live.key,
             request_id=live.room.request_id,
@@ -200,7 +157,8 @@ class RoomDesk:
             deadlines=self._deadlines,
             integrity=self._integrity,
             bootstrap_ports=peer.bootstrap_ports if peer and peer.role is Role.PREFILL else (),
-            fresh=fresh,
+            fresh=live.request.fresh,
+            turn=live.turn,
         )
         for rank in engine.ranks.values():
             try:
@@ -302,7 +260,7 @@ class RoomDesk:
         """These ranks will not answer any more: their rooms are aborted at once, before anything is reaped."""
         names = set(incarnations)
         for live in list(self._live.values()):
-            if names & live.room.participants.keys():
+            if names & live.room.participants.keys() and not live.aborting.is_set():
                 self.abort(live, AbortSource.ENGINE_FAULT, reason)
 
     def gone(self, incarnation: str) -> None:
@@ -320,12 +278,18 @@ class RoomDesk:
     # ---- aborts -----------------------------------------------------------------------------------
 
     def abort(self, live: LiveRoom, source: AbortSource, reason: str) -> None:
-        """Idempotent; an ended room is left as it is."""
+        """Idempotent; an ended room is left as it is. A retracted one gets no further generation."""
+        if live.retracted and live.overruled is None:
+            live.overruled = RoomAbortedError(live.key, source, reason)
         self._apply(live, live.room.abort(source, reason, anyio.current_time()))
 
     def abort_where(self, wanted: Callable[[LiveRoom], bool], source: AbortSource, reason: str) -> list[LiveRoom]:
-        """Aborts every live room that is `wanted` and not aborting yet, and returns those."""
-        chosen = [live for live in self._live.values() if wanted(live) and not live.aborting.is_set()]
+        """Aborts every room that is `wanted` and not aborted yet, and returns those.
+
+        A retracted room whose next generation is still to come is one of them.
+        """
+        between = [live for live in self._answering if live.retracted and live.ended.is_set()]
+        chosen = [live for live in [*self._live.values(), *between] if wanted(live) and not live.over]
         for live in chosen:
             self.abort(live, source, reason)
         return chosen
@@ -373,8 +337,9 @@ class RoomDesk:
             live.aborting_at = anyio.current_time()
             live.aborting.set()
             live.settled.set()
+            level: Level = "info" if live.retracted else "warning"
             self._telemetry.emit(
-                Event.ROOM_ABORTING, "warning", **live.fields(), source=live.room.source, reason=live.room.reason
+                Event.ROOM_ABORTING, level, **live.fields(), source=live.room.source, reason=live.room.reason
             )
 
     def _end(self, live: LiveRoom) -> None:
@@ -382,18 +347,22 @@ class RoomDesk:
         self._ended.append(live)
         room = live.room
         seconds = room.history[-1][1] - room.opened_at
-        self._lives.append(seconds)
-        self._counts[room.state.value] += 1
-        closed = room.state is RoomState.CLOSED
-        self._telemetry.emit(
-            Event.ROOM_CLOSED if closed else Event.ROOM_ABORTED,
-            "info" if closed else "warning",
+        fields = {
             **live.fields(),
-            source=room.source,
-            reason=room.reason,
-            seconds=round(seconds, 4),
-            bytes_by_pool=room.details.get("bytes_by_pool", {}),
-        )
+            "source": room.source,
+            "reason": room.reason,
+            "seconds": round(seconds, 4),
+            "bytes_by_pool": room.details.get("bytes_by_pool", {}),
+        }
+        if live.retracted:
+            self._telemetry.emit(Event.ROOM_RETRACTED, **fields)
+        else:
+            self._placement.ended(seconds)
+            self._counts[room.state.value] += 1
+            closed = room.state is RoomState.CLOSED
+            self._telemetry.emit(
+                Event.ROOM_CLOSED if closed else Event.ROOM_ABORTED, "info" if closed else "warning", **fields
+            )
         live.settled.set()
         live.ended.set()
 
@@ -447,8 +416,9 @@ class RoomDesk:
             await (waited.answered if waited.ended.is_set() else waited.ended).wait()
 
     def find(self, room: int) -> list[LiveRoom]:
-        """Live and remembered generations of a room number."""
-        return [live for live in [*self._live.values(), *self._ended] if live.key.room == room]
+        """Live and remembered generations of a room number, the oldest first."""
+        found = [live for live in [*self._live.values(), *self._ended] if live.key.room == room]
+        return sorted(found, key=lambda live: live.key)
 
     @property
     def live(self) -> Mapping[RoomKey, LiveRoom]:
@@ -463,8 +433,3 @@ class RoomDesk:
     def _fields(self, key: RoomKey) -> dict[str, Any]:
         live = self._live.get(key)
         return {"room": key} if live is None else live.fields()
-
-
-def _names(pair: Pair) -> tuple[str, str]:
-    """As the routing policy names a pair: a single engine stands first, alone."""
-    return (pair.decode.name, "") if pair.prefill is None else (pair.prefill.name, pair.decode.name)

@@ -3,13 +3,22 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import anyio
 
 from dsv4ctl.controlplane.rooms.room import Room
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.scheduler.fleet import Pair
+
+
+class RoomRequest(NamedTuple):
+    """What the desk needs to know of a request. `tokens` is an estimate of the prompt's length."""
+
+    request_id: str
+    session: str | None
+    tokens: int
+    fresh: bool = False  #: without the cached prefix
 
 
 class RoomAbortedError(RuntimeError):
@@ -24,9 +33,11 @@ class RoomAbortedError(RuntimeError):
 
 @dataclass(eq=False)
 class LiveRoom:
-    """A room from open to ended. `settled`: allocated on every rank, or aborting."""
+    """One generation of a room, from open to ended. `settled`: allocated on every rank, or aborting."""
 
     room: Room
+    request: RoomRequest
+    turn: int  #: the room's place in the order in which rooms were first opened
     pair: Pair
     bytes: int
     settled: anyio.Event = field(default_factory=anyio.Event)
@@ -34,10 +45,20 @@ class LiveRoom:
     ended: anyio.Event = field(default_factory=anyio.Event)
     answered: anyio.Event = field(default_factory=anyio.Event)  #: its client has the whole answer, or an error
     aborting_at: float | None = None
+    overruled: RoomAbortedError | None = None  #: aborted for good while it was retracted: no further generation
 
     @property
     def key(self) -> RoomKey:
         return self.room.key
+
+    @property
+    def retracted(self) -> bool:
+        return self.room.source is AbortSource.RETRACTION
+
+    @property
+    def over(self) -> bool:
+        """It is aborted, and nothing of it follows."""
+        return self.aborting.is_set() and (not self.retracted or self.overruled is not None)
 
     def aborted(self) -> RoomAbortedError | None:
         """The abort, once there is one."""

@@ -57,6 +57,7 @@ class Event(Enum):
     ROOM_CLOSED = "room.closed", "A room ended well; `seconds`, `bytes_by_pool`."
     ROOM_ABORTING = "room.aborting", "A room is being aborted; `source`, `reason`."
     ROOM_ABORTED = "room.aborted", "An aborted room is quiet on both sides; `source`, `reason`, `seconds`."
+    ROOM_RETRACTED = "room.retracted", "A generation ended for want of pages; the room begins again with the next."
     ROOM_QUARANTINED = "room.quarantined", "No ack by the deadline: the room's pages are quarantined."
     ROOM_REFUSED = "room.refused", "A room could not be opened; `reason`."
     ROOM_LATE_REPORT = "room.late_report", "A report of an ended room or generation was refused."

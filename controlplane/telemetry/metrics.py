@@ -44,6 +44,9 @@ class Metrics:
         self._request_seconds = self._histogram("request_seconds", "Request to last byte", "path")
         self._refused = self._counter("requests_refused", "Requests refused before a room was opened", "code")
         self._rooms_ended = self._counter("rooms_ended", "Rooms ended", "state", "source")
+        self._retracted = self._counter(
+            "rooms_retracted", "Generations of rooms that ended for want of pages on decode"
+        )
         self._room_seconds = self._histogram("room_seconds", "Opened to ended", "state")
         self._bytes = self._counter("kv_transfer_bytes", "Bytes sent from prefill to decode", "pool")
         self._acks = self._histogram(
@@ -66,6 +69,7 @@ class Metrics:
             Event.GATEWAY_REFUSED: lambda fields: self._refused.labels(fields.get("code", "")).inc(),
             Event.ROOM_CLOSED: lambda fields: self._on_ended("closed", fields),
             Event.ROOM_ABORTED: lambda fields: self._on_ended("aborted", fields),
+            Event.ROOM_RETRACTED: lambda fields: self._retracted.inc(),
             Event.ABORT_ACKED: self._on_ack,
             Event.DIGEST_MISMATCH: self._on_mismatch,
             Event.ENGINE_RESTARTING: lambda fields: self._restarts.labels(fields.get("engine", "")).inc(),

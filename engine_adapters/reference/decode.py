@@ -15,6 +15,7 @@ from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.hicache import LoadJob
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.pressure import PAGE, first_pages
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 from dsv4ctl.engine_adapters.reference.tokenizer import EOS
@@ -54,7 +55,7 @@ class Decode:
     # ---- rooms ---------------------------------------------------------------------------------------
 
     def admit(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
-        """Gives the room all the pages it will ever need, or none (False: no room yet).
+        """Gives the room the pages that it begins with (`pressure`), or none (False: no room yet).
 
         The receiver exposes them to the peer once it is reachable. `jobs` stays as it is: nothing is loaded here.
         """
@@ -74,8 +75,9 @@ class Decode:
         return True
 
     def _allocate(self, sequence: Sequence, budget: Budget) -> bool:
-        tokens = sequence.prompt + sequence.request.max_new_tokens
-        pages, first = -(-tokens // self._page_tokens), self._first_window_page(sequence.prompt)
+        written, first = self._pages(sequence.prompt), self._first_window_page(sequence.prompt)
+        whole = self._pages(sequence.prompt + sequence.request.max_new_tokens)
+        pages = first_pages(written, whole, retracted=sequence.key.generation > 1, oldest=sequence.oldest)
         wants = {"full": pages, "swa": pages - first, "state": 1}
         if not budget.take(wants):
             return False
@@ -86,7 +88,6 @@ class Decode:
         table.full = list(taken["full"])
         table.swa = dict(enumerate(taken["swa"], start=first))
         (table.state,) = taken["state"]
-        written = -(-sequence.prompt // self._page_tokens)
         targets = [
             self._gate.extent("full", table.full[:written]),
             self._gate.extent("swa", [page for logical, page in table.swa.items() if logical < written]),
@@ -123,9 +124,31 @@ class Decode:
         if sealed:
             sequence.join_landed(sealed)
 
+    def _pages(self, tokens: int) -> int:
+        return -(-tokens // self._page_tokens)
+
     def _first_window_page(self, prompt: int) -> int:
         """The first logical page that the token at position `prompt` still sees in its window."""
         return max(0, prompt - self._window + 1) // self._page_tokens
+
+    # ---- growth --------------------------------------------------------------------------------------
+
+    def grows(self, sequence: Sequence) -> bool:
+        """The next token lies in a page that the sequence does not have."""
+        return (len(sequence.ids) - 1) // self._page_tokens >= len(sequence.table.full)
+
+    def grow(self, sequence: Sequence) -> None:
+        """One page more, taken from the budget before, under a lease of its own."""
+        taken = self._gate.allocate(PAGE)
+        assert taken is not None, "every rank has what all agreed on"
+        logical, table = len(sequence.table.full), sequence.table
+        (full,), (swa,) = taken["full"], taken["swa"]
+        table.full.append(full)
+        table.swa[logical] = swa
+        for space, pages in taken.items():
+            sequence.owned[space].update(pages)
+        leased = [self._gate.extent(space, pages) for space, pages in taken.items()]
+        sequence.grown[logical] = self._gate.open_load(LoadKind.FORWARD, leased, room=sequence.key)
 
     # ---- steps ---------------------------------------------------------------------------------------
 
@@ -145,10 +168,13 @@ class Decode:
         sequence.computed = end
         if end % self._page_tokens:
             return
-        assert sequence.lease is not None
         logical, table = end // self._page_tokens - 1, sequence.table
-        self._gate.seal(sequence.lease, "full", (table.full[logical],))
-        self._gate.seal(sequence.lease, "swa", (table.swa[logical],))
+        lease = sequence.grown.get(logical) or sequence.lease
+        assert lease is not None
+        self._gate.seal(lease, "full", (table.full[logical],))
+        self._gate.seal(lease, "swa", (table.swa[logical],))
+        if sequence.grown.pop(logical, None) is not None:
+            self._gate.end_load(lease)
         sequence.join_sealed(logical)
 
     def finish(self, sequence: Sequence, reason: str) -> None:

@@ -45,12 +45,13 @@ from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.model import Model
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
 from dsv4ctl.engine_adapters.reference.oracle import layer_seconds
+from dsv4ctl.engine_adapters.reference.orders import Submission
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.requests import BusyError, Request, RequestRefusedError
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
-from dsv4ctl.engine_adapters.reference.step import StepLoop, Submission
+from dsv4ctl.engine_adapters.reference.step import StepLoop
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
 from dsv4ctl.policies.registry import load as load_policy
 

@@ -13,9 +13,12 @@ from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.engine_adapters.reference.pools import Region
 
 #: Raised by one whenever a frame or a notification changes in a way an older peer would misread.
-PEER_WIRE_VERSION = 1
+PEER_WIRE_VERSION = 2
 #: One dated line a version: why it was raised.
-PEER_WIRE_HISTORY: dict[int, str] = {1: "2026-11-29: first version"}
+PEER_WIRE_HISTORY: dict[int, str] = {
+    1: "2026-11-29: first version",
+    2: "2026-11-29: a room may be retracted: an abort source that version 1 refuses",
+}
 
 
 class PeerHello(msgspec.Struct, tag=True, frozen=True):

@@ -12,6 +12,7 @@ from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
+from dsv4ctl.engine_adapters.reference.pressure import Age
 from dsv4ctl.engine_adapters.reference.requests import Finished, Request, Token
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
 
@@ -33,6 +34,7 @@ class Sequence:
     owned: dict[str, set[int]] = field(default_factory=dict)  #: private pages by space
     snapshots: list[int] = field(default_factory=list)  #: `state` pages for the boundaries still to be computed
     lease: Load | None = None  #: `forward`: the pages being computed
+    grown: dict[int, Load] = field(default_factory=dict)  #: `forward`, by logical page: what decode grew into
     transfer: Load | None = None  #: the pages being written by the peer
     tickets: dict[Consumer, Ticket] = field(default_factory=dict)
     path: list[Node] = field(default_factory=list)  #: cached pages in use, pinned
@@ -51,6 +53,9 @@ class Sequence:
     quarantining: bool = False  #: nobody knows whether its writer is quiet
     # What all ranks agreed on:
     may_begin: bool = False  #: every peer has pages for it
+    oldest: bool = False  #: of all that live here
+    paused: bool = False  #: the page it grows into is not here yet
+    retracted: bool = False  #: a new generation of its room begins again
     dropped: bool = False
     broken: tuple[AbortSource, str] | None = None  #: a read was not granted: its results are of no use on this rank
     unquiesced: bool = False  #: freed while a peer may still have been writing (guard `quiesce` off)
@@ -58,6 +63,10 @@ class Sequence:
     @property
     def key(self) -> RoomKey:
         return self.request.key
+
+    @property
+    def age(self) -> Age:
+        return Age(self.opening.turn, self.key)
 
     @property
     def generated(self) -> int:
@@ -137,7 +146,7 @@ class Sequence:
 
     def release(self) -> None:
         """Nobody writes the pages any more: ends the loads, releases the tickets, frees what is private."""
-        for load in (self.transfer, self.lease):
+        for load in (self.transfer, self.lease, *self.grown.values()):
             if load is not None and load.open:
                 self.gate.end_load(load)
         for consumer in list(self.tickets):

@@ -12,10 +12,8 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-import msgspec
 import torch
 
-from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
@@ -27,7 +25,9 @@ from dsv4ctl.engine_adapters.reference.decode import Decode
 from dsv4ctl.engine_adapters.reference.facts import FAILED, LOADED, NO_ABORT, SOURCES, Budget, Known, Space, flatten
 from dsv4ctl.engine_adapters.reference.hicache import HiCache, LoadJob
 from dsv4ctl.engine_adapters.reference.model import Model
+from dsv4ctl.engine_adapters.reference.orders import Orders, Submission, decoder, encode, submission
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
+from dsv4ctl.engine_adapters.reference.pressure import Holder, grow
 from dsv4ctl.engine_adapters.reference.sequence import Chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 
@@ -37,29 +37,6 @@ GONE = (Refusal, UnknownRoomError)
 _LOOK_AGAIN = 0.005
 #: An idle engine of several ranks shows each other that they live this often, in seconds.
 _IDLE_ROUND = 0.5
-
-
-class Submission(msgspec.Struct, frozen=True):
-    """A request as rank 0 tells it to the others."""
-
-    opening: OpenRoom
-    rid: str
-    input_ids: tuple[int, ...]
-    max_new_tokens: int
-    ignore_eos: bool
-    bootstrap_host: str | None
-    bootstrap_port: int | None
-
-
-class Orders(msgspec.Struct, frozen=True):
-    """What rank 0 tells in one round."""
-
-    submissions: list[Submission] = []
-    flush: bool = False
-    stop: bool = False
-
-
-_decoder = msgspec.msgpack.Decoder(Orders)
 
 
 class StepLoop:
@@ -102,7 +79,7 @@ class StepLoop:
         self._spaces = tuple(self._gate.spaces())
         self._loading: list[LoadJob] = []
         self.rooms: dict[RoomKey, Sequence] = {}  #: every sequence that may hold something, in the agreed order
-        self.waiting: deque[Sequence] = deque()
+        self.waiting: list[Sequence] = []  #: the oldest first
         self.transferring: dict[RoomKey, Sequence] = {}  #: admitted, bytes not all here
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
@@ -134,7 +111,7 @@ class StepLoop:
 
     def work(self) -> int:
         """What this loop could go on with by itself: who waits for pages waits for rooms, which have deadlines."""
-        return len(self._submitted) + len(self.prefilling) + len(self.decoding)
+        return len(self._submitted) + len(self._running())
 
     def queues(self) -> dict[str, int]:
         return {
@@ -152,16 +129,17 @@ class StepLoop:
             while not self._over:
                 self._wait()
                 budget = self._round()
+                self._grow(budget)
                 self._admit(budget)
-                if self.prefilling or self.decoding:
-                    self._step(budget)
+                if running := self._running():
+                    self._step(running, budget)
 
     def _wait(self) -> None:
         """Rank 0 waits for something to do; the others wait for rank 0, in the round."""
         if self._agreement.rank:
             return
         with self._wakeup:
-            busy = bool(self.prefilling or self.decoding)
+            busy = bool(self._running())
             self._wakeup.wait_for(lambda: busy or self._woken or self._stopping or self._may_flush, self._patience())
             self._woken = False
 
@@ -202,16 +180,16 @@ class StepLoop:
         mine = [self._submitted.popleft() for _ in range(len(self._submitted))]
         flush = self._may_flush and not mine
         self._flush = self._flush and not flush
-        orders = Orders([_submission(sequence) for sequence in mine], flush, self._stopping)
-        told = self._agreement.tell(b"" if orders == Orders() else msgspec.msgpack.encode(orders))
+        orders = Orders([submission(sequence) for sequence in mine], flush, self._stopping)
+        told = self._agreement.tell(encode(orders))
         if not told:
             return
-        orders = _decoder.decode(told)
+        orders = decoder.decode(told)
         self._over = orders.stop
         entered = mine if self._agreement.rank == 0 else [self._enter(order) for order in orders.submissions]
         for sequence in entered:
             self.rooms[sequence.key] = sequence
-            self.waiting.append(sequence)
+        self.waiting = sorted([*self.waiting, *entered], key=lambda sequence: sequence.age)
         if orders.flush:
             self._cache.clear()
 
@@ -279,10 +257,33 @@ class StepLoop:
         if state in (FAILED, LOADED):
             self._loading.remove(job)
 
-    # ---- admission -----------------------------------------------------------------------------------
+    # ---- growth and admission ------------------------------------------------------------------------
+
+    def _grow(self, budget: Budget) -> None:
+        """Who decodes gets the page it grows into; if there is none, the youngest room is retracted (`pressure`)."""
+        if self._decode is None or self._prefill is not None:
+            return
+        held = {s.key: s for s in (*self.transferring.values(), *self.decoding) if not s.retracted}
+        leaving = any(s.owned and s.key not in held for s in self.rooms.values())
+        holders = [Holder(s.age, s.key not in self.transferring and self._decode.grows(s)) for s in held.values()]
+        growth = grow(holders, budget, leaving)
+        for key in growth.grown:
+            self._decode.grow(held[key])
+        for key, sequence in held.items():
+            sequence.paused = key in growth.paused
+        if growth.retracted is not None:
+            self._retract(held[growth.retracted])
+
+    def _retract(self, sequence: Sequence) -> None:
+        """On every rank in the same step: its room ends here, and begins again as its next generation."""
+        sequence.retracted = True
+        self._agent.counters["retractions"] += 1
+        self._agent.abort(sequence.key, AbortSource.RETRACTION, "an older room needs its pages")
 
     def _admit(self, budget: Budget) -> None:
-        """First come, first served, of those that may begin; the first without pages makes the others wait."""
+        """The oldest first, of those that may begin; the first without pages makes the others wait."""
+        if any(sequence.paused for sequence in self.decoding):
+            return
         jobs: list[LoadJob] = []
         for sequence in list(self.waiting):
             if len(self.prefilling) + len(self.decoding) >= self._max_batch:
@@ -299,6 +300,7 @@ class StepLoop:
     def _admit_one(self, sequence: Sequence, budget: Budget, jobs: list[LoadJob]) -> bool:
         half = self._prefill or self._decode
         assert half is not None
+        sequence.oldest = all(sequence.age <= other.age for other in self.rooms.values() if not other.dropped)
         try:
             if not half.admit(sequence, budget, jobs):
                 return False
@@ -312,9 +314,12 @@ class StepLoop:
 
     # ---- steps ---------------------------------------------------------------------------------------
 
-    def _step(self, budget: Budget) -> None:
+    def _running(self) -> list[Sequence]:
+        return [s for s in (*self.prefilling, *self.decoding) if not s.paused and not s.retracted]
+
+    def _step(self, running: list[Sequence], budget: Budget) -> None:
         """One chunk of every sequence, layers outermost: a batch in which nobody depends on anybody."""
-        batch = [(sequence, self._chunk(sequence)) for sequence in (*self.prefilling, *self.decoding)]
+        batch = [(sequence, self._chunk(sequence)) for sequence in running]
         hidden = [self._model.embed(chunk) for _, chunk in batch]
         for layer in range(self._model.geometry.layers):
             for at, (sequence, chunk) in enumerate(batch):
@@ -388,16 +393,3 @@ class StepLoop:
         if reason is not None:
             self.decoding.remove(sequence)
             self._decode.finish(sequence, reason)
-
-
-def _submission(sequence: Sequence) -> Submission:
-    request = sequence.request
-    return Submission(
-        sequence.opening,
-        request.rid,
-        request.input_ids,
-        request.max_new_tokens,
-        request.ignore_eos,
-        request.bootstrap_host,
-        request.bootstrap_port,
-    )

@@ -6,7 +6,9 @@ own loop. A request's field `fake` says what each leg does, by role:
   die_after: drop the connection after so many tokens; error_after, end_after: say so, or
   end the stream without a word, instead;
   wedge: stop stepping for ever; silent: never answer; mismatch: report what landed as wrong;
-  closes_first: close the room before the stream.
+  closes_first: close the room before the stream;
+  retract_after: retract the first generation after so many tokens (`quietly`: only the link says so);
+  later: what the next generations do instead.
 """
 
 from __future__ import annotations
@@ -49,6 +51,7 @@ from dsv4ctl.controlplane.link.wire import (
 from dsv4ctl.controlplane.rooms.states import FORWARD, AbortSource, Quiet, RoomKey, RoomState
 
 CONTEXT_TOKENS = 4096
+_RETRACTED = b'{"error": {"message": "no page", "source": "retraction"}}'
 GEOMETRY = Geometry(
     page_tokens=256,
     layers=4,
@@ -79,11 +82,12 @@ class FakeRank:
     wire: int = WIRE_VERSION
     answers: bool = True  #: whether it answers queries
     allocates: bool = True  #: whether it reports a room as known
+    quiet: anyio.Event | None = None  #: a retracted room is acknowledged only then
     acks: bool = True  #: whether aborts are acknowledged
     deaf: bool = False  #: whether it takes no notice of aborts at all
     log: list[tuple[str, str]] = field(default_factory=list)
     rooms: dict[int, RoomKey] = field(default_factory=dict)
-    scopes: dict[int, anyio.CancelScope] = field(default_factory=dict)
+    scopes: dict[RoomKey, anyio.CancelScope] = field(default_factory=dict)
     aborted: dict[RoomKey, tuple[AbortSource, str]] = field(default_factory=dict)
     steps: int = 0
     running: int = 0
@@ -167,10 +171,18 @@ class FakeRank:
             return
         self.aborted[frame.key] = (frame.source, frame.reason)
         self.log.append(("abort", str(frame.key)))
-        if frame.key.room in self.scopes:
-            self.scopes[frame.key.room].cancel()
+        if frame.source is AbortSource.RETRACTION:
+            self._start_soon(self._acknowledge, frame.key)  # its leg says so itself
+            return
+        if frame.key in self.scopes:
+            self.scopes[frame.key].cancel()
         if self.acks:
             await self.send(AbortAck(frame.key, Quiet.QUIET))
+
+    async def _acknowledge(self, key: RoomKey) -> None:
+        if self.quiet is not None:
+            await self.quiet.wait()
+        await self.send(AbortAck(key, Quiet.QUIET))
 
     async def send(self, frame: msgspec.Struct) -> None:
         # If the control plane left, `run` is about to end.
@@ -209,9 +221,11 @@ class FakeRank:
         assert request.headers["x-dsv4ctl-generation"] == str(key.generation)
         self.log.append(("leg", request.headers["x-request-id"]))
         does = body.get("fake", {}).get(self.role.value, {})
+        if key.generation > 1:
+            does = does.get("later", {})
         self.running += 1
         response: web.StreamResponse | None = None
-        scope = self.scopes[key.room] = anyio.CancelScope()
+        scope = self.scopes[key] = anyio.CancelScope()
         try:
             with scope:
                 response = await self._answer(request, body, key, does)
@@ -219,7 +233,7 @@ class FakeRank:
             if response is None:
                 self.log.append(("leg_cancelled", str(key)))
             self.running -= 0 if does.get("wedge") else 1
-            del self.scopes[key.room]
+            del self.scopes[key]
         if response is None:
             source, reason = self.aborted[key]
             return _error(500, f"aborted by {source.value}: {reason}")
@@ -245,8 +259,11 @@ class FakeRank:
             await self._close(key, {"bytes_by_pool": {"index_k": 4096}})
             return web.json_response({"prefilled": True})
         await self._advance(key, RoomState.LANDED, RoomState.DECODING)
-        tokens = [f"{number} " for number in range(does.get("tokens", 3))]
+        tokens = [does.get("token", f"{number} ") for number in range(does.get("tokens", 3))]
         if not body.get("stream"):
+            if "retract_after" in does:
+                await self._retract(key)
+                return web.Response(status=503, body=_RETRACTED, content_type="application/json")
             await self._close(key, {"digests_compared": 4})
             return web.json_response(_whole(request.path, "".join(tokens)))
         return await self._stream(request, key, does, tokens)
@@ -267,6 +284,12 @@ class FakeRank:
             if number == does.get("error_after"):
                 await response.write(b'data: {"error": {"message": "told to fail"}}\n\ndata: [DONE]\n\n')
                 return response
+            if number == does.get("retract_after"):
+                await self._retract(key)
+                if does.get("quietly"):
+                    await anyio.sleep_forever()
+                await response.write(b"data: " + _RETRACTED + b"\n\n")
+                return response
             if number == does.get("end_after"):
                 await response.write_eof()
                 return response
@@ -277,6 +300,9 @@ class FakeRank:
         await response.write(b"data: [DONE]\n\n")
         await response.write_eof()
         return response
+
+    async def _retract(self, key: RoomKey) -> None:
+        await self.send(RoomReport(key, RoomState.ABORTING, {"source": "retraction", "reason": "no page"}))
 
     async def _late_verdict(self, key: RoomKey) -> None:
         """The link is slower than the HTTP answer."""

@@ -108,7 +108,8 @@ class Stage:
     def plane_rooms(self) -> list[str]:
         """Keys of the rooms in flight."""
         opened = {str(record["room"]) for record in self.telemetry.of(Event.ROOM_OPENED)}
-        ended = self.telemetry.of(Event.ROOM_CLOSED) + self.telemetry.of(Event.ROOM_ABORTED)
+        over = (Event.ROOM_CLOSED, Event.ROOM_ABORTED, Event.ROOM_RETRACTED)
+        ended = [record for event in over for record in self.telemetry.of(event)]
         return sorted(opened - {str(record["room"]) for record in ended})
 
     def log(self, engine: str, what: str) -> list[str]:

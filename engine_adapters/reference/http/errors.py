@@ -10,6 +10,7 @@ from dsv4ctl.engine_adapters.reference.requests import Finished
 
 #: Aborts that somebody asked for; every other one is the server's failure.
 _ASKED_FOR = (AbortSource.CLIENT, AbortSource.ADMIN)
+_COME_AGAIN = (AbortSource.DRAIN, AbortSource.RETRACTION)
 
 
 class AnswerError(Exception):
@@ -46,7 +47,7 @@ def invalid(message: str, param: str | None = None) -> AnswerError:
 
 def aborted(finished: Finished) -> AnswerError:
     """An aborted request is an error, never a short answer: a length or a stop would be believed."""
-    if finished.source is AbortSource.DRAIN:
+    if finished.source in _COME_AGAIN:
         status = HTTPStatus.SERVICE_UNAVAILABLE
     elif finished.source in _ASKED_FOR:
         status = HTTPStatus.BAD_REQUEST
