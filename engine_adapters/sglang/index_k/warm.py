@@ -5,14 +5,13 @@ from __future__ import annotations
 import torch
 
 from dsv4ctl.engine_adapters.sglang.index_k import read
-from dsv4ctl.engine_adapters.sglang.index_k.pages import IndexKeys
 from dsv4ctl.engine_adapters.sglang.index_k.targets import store_targets
 from dsv4ctl.kernels import index_k, ops
 from dsv4ctl.kernels.logits import HEADS
 
 
 def compile_kernels(device: torch.device) -> None:
-    """One launch of each variant that a decode of up to 64 queries and an eager prefill need, on pages of its own."""
+    """One launch of each variant that a decode of up to 64 queries and a prefill need, on a page of their own."""
     pages = torch.zeros(1, index_k.PAGE_BYTES["bf16"], dtype=torch.uint8, device=device)
     plan = torch.zeros(1, 16, dtype=torch.uint8, device=device)
     out_loc = torch.zeros(1, dtype=torch.int64, device=device)
@@ -24,8 +23,7 @@ def compile_kernels(device: torch.device) -> None:
     q = torch.ones(1, HEADS, index_k.DIM, dtype=torch.bfloat16, device=device)
     turned, weights = read.index_queries(q, q[:, :, 0].contiguous(), 1.0, freqs, out_loc)
     table, lengths = out_loc.to(torch.int32)[:, None], torch.ones(1, dtype=torch.int32, device=device)
-    for counts in (None, (1,)):
-        with read.sharing(counts):
-            read.paged_logits(
-                turned.unsqueeze(1), IndexKeys(pages), weights.squeeze(2), lengths, table, None, index_k.KEYS
-            )
+    out = torch.empty(1, index_k.KEYS, device=device)
+    alone, shared = read.one_query_blocks(1, device), read.shared_blocks((1,), device)
+    for blocks, prefill in ((alone, False), (alone, True), (shared, True)):
+        ops.paged_logits(turned, weights.squeeze(2), pages, table, lengths, blocks, out, prefill=prefill)
