@@ -111,7 +111,8 @@ def digest_pages_triton(
     return out
 
 
-@triton.jit
+# Every number of pages, and any part of a page list, by one compiled kernel.
+@triton.jit(do_not_specialize=["count", "items"], do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_buffers(
     pointers_ptr, odd_ptr, pages_ptr, out_ptr, count, items, words: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip

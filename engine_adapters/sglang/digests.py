@@ -56,6 +56,7 @@ class PageDigests:
         shape = (len(self.names), pools.pages(pools.full))
         self.sealed = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self.on_host = torch.zeros((shape[0], host_pages), dtype=torch.int64, device=self._device)
+        self.compute(torch.zeros(1, dtype=torch.int64, device=self._device))  # compiled now, not under a request
 
     def pages(self, indices: torch.Tensor) -> torch.Tensor:
         """Page numbers, on the device, of token indices that begin with a page."""

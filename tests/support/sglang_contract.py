@@ -33,7 +33,7 @@ from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
 from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
-from dsv4ctl.controlplane.link.wire import Role  # noqa: E402
+from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
@@ -488,6 +488,22 @@ def aborts_of_the_link_are_applied_where_every_rank_takes_part(hooked: bool) -> 
     agreed = receiver._broadcast_reqs_across_ranks([])
     assert [item.rid for item in agreed if isinstance(item, AbortReq)] == ["the request"]
     assert receiver._broadcast_reqs_across_ranks([]) == [], "it is aborted once"
+
+
+@check
+def fresh_room_finds_no_cached_prefix(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    opening = OpenRoom(RoomKey(7, 2), "request", None, "other", (PEER,), {"ack": 10.0}, "off", fresh=True)
+    made.rank.agent.handle(opening)
+    receiver = object.__new__(SchedulerRequestReceiver)
+    for name, value in {
+        "ps": SimpleNamespace(tp_size=1),
+        "server_args": SimpleNamespace(enable_dp_attention=False),
+    }.items():
+        object.__setattr__(receiver, name, value)
+    request = SimpleNamespace(bootstrap_room=7, rid="the request", extra_key=None)
+    receiver._broadcast_reqs_across_ranks([request])
+    assert request.extra_key == "dsv4ctl-7.2"
 
 
 # ---- digests ---------------------------------------------------------------------------------------------------

@@ -21,23 +21,26 @@ def requests(stock: Any, receiver: Any, received: list[Any] | None) -> list[Any]
         return list(stock(receiver, received))
     here.step()
     if received is not None:
-        for room, request in _rooms_of(received):
-            here.rooms.requested(room, request)
+        for number, request in _rooms_of(received):
+            here.rooms.requested(number, str(request.rid))
         received = [*received, *(AbortReq(rid=request) for request in here.rooms.take_aborts())]
     agreed: list[Any] = stock(receiver, received)
-    if here.role is Role.SINGLE:
-        for room, _ in _rooms_of(agreed):
-            here.rooms.forward_begin(room)
+    for number, request in _rooms_of(agreed):
+        room = here.rooms.find(number)
+        if room is not None and room.opening.fresh:
+            request.extra_key = f"dsv4ctl-{room.key}"  # a name space of its own: no cached prefix is found in it
+        if here.role is Role.SINGLE:
+            here.rooms.forward_begin(number)
     return agreed
 
 
-def _rooms_of(received: Iterable[Any]) -> Iterator[tuple[int, str]]:
+def _rooms_of(received: Iterable[Any]) -> Iterator[tuple[int, Any]]:
     for item in received:
         members = item.batch if isinstance(getattr(item, "batch", None), list) else (item,)
         for request in members:
             room = getattr(request, "bootstrap_room", None)
             if room is not None:
-                yield int(room), str(request.rid)
+                yield int(room), request
 
 
 def handshake_waiters(stock: Any, prealloc_queue: Any, *args: Any) -> Any:
