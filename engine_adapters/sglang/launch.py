@@ -13,6 +13,7 @@ from dsv4ctl.engine_adapters.sglang import environment
 from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, EngineTable, check, command_line, declared
 from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
 
+_FP4_INDEXER = "--enable-deepseek-v4-fp4-indexer"
 _ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -37,6 +38,8 @@ def launch(request: LaunchRequest) -> LaunchSpec:
         raise AdapterError(lacking)
     release = installed.sglang or ""
     _check_release(release, engine)
+    if table.index_k_dtype == "bf16" and _FP4_INDEXER in table.extra_args:
+        raise AdapterError(f"sglang.extra_args: {_FP4_INDEXER} and index_k_dtype bf16 exclude each other")
     try:
         check(table.extra_args, declared(installed.package), release)
     except ArgumentError as error:

@@ -68,6 +68,13 @@ def test_a_decode_server_has_no_prefix_cache_and_no_bootstrap_server() -> None:
     assert not any(word.startswith("--disaggregation") for word in _launch(_with("single")).argv)
 
 
+def test_index_keys_are_bf16_or_fp4() -> None:
+    said = "--enable-deepseek-v4-fp4-indexer and index_k_dtype bf16 exclude each other"
+    extra = ["--device", "cpu", "--enable-deepseek-v4-fp4-indexer"]
+    assert said in _refusal(_with(index_k_dtype="bf16", extra_args=extra))
+    assert said not in _refusal(_with(extra_args=extra))  # the fake release has no such
+
+
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
