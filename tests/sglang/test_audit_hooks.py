@@ -2,14 +2,18 @@
 
 from __future__ import annotations
 
+from pathlib import Path
+
 import pytest
 
-from dsv4ctl.engine_adapters.sglang.audit import report
+from dsv4ctl.engine_adapters.sglang import environment
+from dsv4ctl.engine_adapters.sglang.audit import report, sources
 from dsv4ctl.engine_adapters.sglang.audit.hooks import hooked
 from dsv4ctl.engine_adapters.sglang.audit.questions import FACTS
 from dsv4ctl.engine_adapters.sglang.audit.sources import Sources
+from dsv4ctl.engine_adapters.sglang.environment import Installed
 from dsv4ctl.engine_adapters.sglang.releases import HOOKS, VERIFIED
-from sglang_wheels import released
+from sglang_wheels import Copy, released
 
 
 @pytest.fixture(scope="module")
@@ -35,10 +39,8 @@ def test_all_holes_of_a_verified_release_are_closed(verified: Sources) -> None:
 
 
 def test_a_hook_without_its_target_leaves_its_holes_open(verified: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
-    moved = verified.text("srt/disaggregation/nixl/conn.py").replace("def transfer_worker(", "def moved(")
-    copy = Sources(
-        verified.release, "copy", verified, lambda path: moved if path.endswith("nixl/conn.py") else verified.text(path)
-    )
+    copy = Copy(verified, "srt/disaggregation/nixl/conn.py", "def transfer_worker(", "def moved(")
+    copy.release = verified.release
     monkeypatch.setattr(report, "consumers", lambda _: [])
     audited = report.audit(copy)
     assert {hole.key for hole in audited.holes if not hole.closed_by} == {"early_send_skips_loads"}
@@ -50,8 +52,23 @@ def test_an_unverified_release_is_not_well_whatever_the_hooks_find(
     verified: Sources, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(report, "consumers", lambda _: [])
-    unknown = Sources("0.5.17", "copy", verified, verified.text)
-    assert "0.5.17" not in VERIFIED
+    unknown = Copy(verified, "srt/environ.py", "import os\n", "import os\n")
+    unknown.release = "0.5.17"
+    assert unknown.release not in VERIFIED
     audited = report.audit(unknown)
     assert all(hole.closed_by for hole in audited.holes)
     assert not audited.ok
+
+
+def test_an_environment_without_the_plugin_is_not_well(verified: Sources, monkeypatch: pytest.MonkeyPatch) -> None:
+    bare = Installed((3, 11), verified.release, "/env/sglang", nixl=True, plugins=())
+    monkeypatch.setattr(environment, "ask", lambda python, env: bare)
+    copy = Copy(verified, "srt/environ.py", "import os\n", "import os\n")
+    copy.release = verified.release
+    monkeypatch.setattr(sources, "folder", lambda package, release: copy)
+    monkeypatch.setattr(report, "consumers", lambda _: [])
+    audited = report.audit(sources.interpreter(Path("/env/bin/python")))
+    assert all(hole.closed_by for hole in audited.holes)
+    assert not audited.ok
+    line = report.table(audited).splitlines()[-1]
+    assert line.startswith("dsv4ctl is not installed in the environment of /env/bin/python")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ast
 import subprocess
 import sys
 from functools import cache
@@ -25,6 +26,20 @@ def wheel(release: str) -> Path:
 def released(release: str) -> Sources:
     """Its sources, parsed once for all tests."""
     return sources.wheel(wheel(release))
+
+
+class Copy(Sources):
+    """A copy of which one module differs; with `only`, a copy of no more than these modules."""
+
+    def __init__(self, original: Sources, path: str, old: str, new: str, only: tuple[str, ...] = ()) -> None:
+        text = original.text(path)
+        assert text.count(old) == 1, f"{old!r} is {text.count(old)} times in {path}"
+        super().__init__("copy", "memory", only or original, original.text)
+        self._texts[path] = text.replace(old, new)
+        self._original = original
+
+    def tree(self, path: str) -> ast.Module:
+        return super().tree(path) if path in self._texts or path not in self._known else self._original.tree(path)
 
 
 def _found(release: str) -> list[Path]:

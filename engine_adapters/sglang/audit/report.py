@@ -36,11 +36,13 @@ class Report(msgspec.Struct, frozen=True):
     hooks: list[Hooked]
     holes: list[Hole]
     hazards: list[str]
+    #: What the environment lacks to run this SGLang with the plugin, or empty.
+    lacks: str = ""
 
     @property
     def ok(self) -> bool:
-        """Every hole is closed by hooks that are known to fit; with no hole, none are needed."""
-        return all(hole.closed_by for hole in self.holes) and (self.verified or not self.holes)
+        """Every hole is closed, by hooks that are known to fit and are installed; with no hole, none are needed."""
+        return not self.holes or (self.verified and not self.lacks and all(hole.closed_by for hole in self.holes))
 
 
 def of(wheel: Path | None, python: Path) -> Report:
@@ -64,6 +66,7 @@ def audit(sources: Sources) -> Report:
         hooks,
         holes,
         [hazard.text for hazard in hazards if hazard.key not in closed],
+        sources.lacks,
     )
 
 
@@ -99,6 +102,8 @@ def table(report: Report) -> str:
     parts.append(f"Holes (CUDA): {len(report.holes)}, open: {sum(not hole.closed_by for hole in report.holes)}")
     if report.holes:
         parts.append(_aligned([(hole.key, hole.what, _closure(hole)) for hole in report.holes]))
+    if report.lacks:
+        parts.append(report.lacks)
     if report.holes and not report.verified:
         parts.append("The plugin's hooks were not verified on this release: whether they close anything is not known.")
     return "\n\n".join(parts)

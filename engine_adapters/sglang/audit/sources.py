@@ -22,6 +22,9 @@ class AuditError(Exception):
 class Sources:
     """Modules by their path below the package, such as `srt/managers/scheduler.py`."""
 
+    #: What its environment lacks to run as an engine: one line, or empty. Of a wheel it is not known.
+    lacks = ""
+
     def __init__(self, release: str, origin: str, paths: Iterable[str], read: Callable[[str], str]) -> None:
         self.release = release
         self.origin = origin
@@ -85,7 +88,9 @@ def interpreter(python: Path) -> Sources:
         raise AuditError(str(error)) from error
     if installed.folder is None:
         raise AuditError(f"{executable}: has no sglang installed; name a wheel with --wheel, or another --python")
-    return folder(installed.package, installed.sglang)
+    found = folder(installed.package, installed.sglang)
+    found.lacks = environment.missing(installed, str(executable), transfers=True, gpu=False) or ""
+    return found
 
 
 def _is_runtime(module: str) -> bool:
