@@ -140,6 +140,22 @@ def test_a_reader_that_goes_past_the_pool_is_found(read: str) -> None:
     assert named(consumers(copy), "peek").access is Access.UNGATED
 
 
+@pytest.mark.parametrize(
+    ("path", "platform"),
+    [
+        ("srt/layers/attention/dsv4/compress_hip.py", "HIP"),
+        ("srt/layers/attention/aiter/paged.py", "HIP"),
+        ("srt/hardware_backend/npu/pool.py", "NPU"),
+        ("srt/managers/waiters.py", ""),
+        ("srt/layers/membership.py", ""),
+    ],
+)
+def test_only_a_module_of_another_platform_is_excused(path: str, platform: str) -> None:
+    copy = Sources("copy", "memory", [path], lambda _: "def peek(pool):\n    return pool.c4_kv_pool.kv_buffer\n")
+    (found,) = consumers(copy)
+    assert (found.access, found.platform) == (Access.UNGATED, platform)
+
+
 COMMON, NIXL = "srt/disaggregation/common/conn.py", "srt/disaggregation/nixl/conn.py"
 CONTROLLER, SCHEDULER = "srt/managers/cache_controller.py", "srt/managers/scheduler.py"
 TREE, DECODE = "srt/mem_cache/unified_radix_cache.py", "srt/disaggregation/decode.py"

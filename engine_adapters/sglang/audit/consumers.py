@@ -53,7 +53,7 @@ _OTHER_MODELS = (
     *("srt/mem_cache/memory_pool.py", "srt/mem_cache/swa_memory_pool.py", "srt/mem_cache/unified_memory_pool.py"),
     *("srt/layers/attention/aiter_", "srt/layers/attention/dsa/"),
 )
-_PLATFORMS = {"srt/hardware_backend/npu/": "NPU", "hip": "HIP", "aiter": "HIP"}
+_PLATFORMS = {"NPU": re.compile(r"/hardware_backend/npu/"), "HIP": re.compile(r"[/_](hip|aiter)[/_.]")}
 #: The unified layout exists on HIP only.
 _HIP_ACCESSORS = frozenset({"get_unified_kv", "get_unified_kv_rope"})
 
@@ -177,7 +177,7 @@ def _stored(function: Definition) -> set[int]:
 
 
 def _platform(path: str) -> str:
-    return next((platform for part, platform in _PLATFORMS.items() if part in path), "")
+    return next((platform for platform, place in _PLATFORMS.items() if place.search(path)), "")
 
 
 def _callers(sources: Sources, accessors: set[str]) -> dict[str, list[str]]:
