@@ -88,19 +88,17 @@ class Bench:
         if not self.wanted(name):
             return
         began, outcome = time.monotonic(), "over its time"
-        allowed = min(seconds, self.end - began)
-        if allowed < 2.0:
-            self.results.put("steps", **{name: {"outcome": "no time left"}})
-            return
-        with anyio.move_on_after(allowed):
-            try:
+        try:
+            with anyio.move_on_after(min(seconds, self.end - began)):
                 await body()
                 outcome = "done"
-            except Exception as error:  # noqa: BLE001 - the other steps go on
-                outcome = f"{type(error).__name__}: {error}"[:400]
-                self.say(traceback.format_exc()[-1500:])
-        self.results.put("steps", **{name: {"outcome": outcome, "seconds": round(time.monotonic() - began, 1)}})
-        self.say(f"{name}: {outcome} ({time.monotonic() - began:.1f} s)")
+        except Exception as error:  # noqa: BLE001 - the other steps go on
+            outcome = f"{type(error).__name__}: {error}"[:400]
+            self.say(traceback.format_exc()[-1500:])
+        finally:
+            took = round(time.monotonic() - began, 1)
+            self.results.put("steps", **{name: {"outcome": outcome, "seconds": took}})
+            self.say(f"{name}: {outcome} ({took} s)")
 
     def stop(self) -> None:
         for one in self._started:
@@ -149,14 +147,14 @@ async def outputs(bench: Bench) -> None:
         await equality.lengths(right, plain, results, "s1.lengths.hooks_off")
         await equality.host_hit(right, asked, results, "s1.host_hit.hooks_on", fillers=12)
 
+    answers: dict[tuple[int, int], Reply] = {}
+    found: dict[str, dict[tuple[int, int], Reply]] = {}
+
     async def sessions() -> None:
-        answers: dict[tuple[int, int], Reply] = {}
-        found: dict[str, dict[tuple[int, int], Reply]] = {}
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(equality.reference, right, answers)
             for name, client in (("off_1", plain), ("on_1", asked), ("off_2", plain), ("on_2", asked)):
                 found[name] = await equality.concurrent(client)
-        results.put("s1.sessions", **{f"hooks_{name}": equality.against(one, answers) for name, one in found.items()})
 
     async def waves_on() -> None:
         idle = aborts.idle_deployed(bench.http, on)
@@ -176,6 +174,7 @@ async def outputs(bench: Bench) -> None:
     ends = time.monotonic() + 260.0
     await bench.step("s1.lengths", 75.0, compared)
     await bench.step("s1.sessions", 80.0, sessions)
+    results.put("s1.sessions", **{f"hooks_{name}": equality.against(one, answers) for name, one in found.items()})
     await bench.step("s3.aborts.hooks_on", 85.0, waves_on)
     arms = {"hooks_off": plain, "hooks_on": asked}
     await bench.step("s5.cost", 60.0, lambda: cost.turns(arms, results, "s5.cost", rounds=5, deadline=ends))
@@ -184,6 +183,7 @@ async def outputs(bench: Bench) -> None:
         tasks.start_soon(without_hooks)
         key = "s3.decode_killed"
         await bench.step(key, 130.0, lambda: faults.killed(bench.http, on, "decode", right, results, key))
+    await bench.step("trace.on", 25.0, lambda: _looked_into(bench, on))
     await bench.step("drain", 30.0, lambda: _drained(bench, on))
 
 
@@ -211,14 +211,17 @@ async def early(bench: Bench) -> None:
     ends = time.monotonic() + 140.0
     await bench.step(key, 155.0, lambda: early_send.run(arms, bench.results, key, copies, ends))
 
+    await bench.step("trace.early-on", 25.0, lambda: _looked_into(bench, on))
+
     async def killed() -> None:
         key = "s3.prefill_killed"
         await bench.step(key, 130.0, lambda: faults.killed(bench.http, on, "prefill", plain, bench.results, key))
 
     async with anyio.create_task_group() as tasks:
+        tasks.start_soon(killed)
         if await bench.ready(bf16_oracle, bf16):
             await _bf16(bench, Client(bench.http, bf16_oracle.url), Client(bench.http, bf16.url), copies)
-        tasks.start_soon(killed)
+    await bench.step("trace.bf16", 25.0, lambda: _looked_into(bench, bf16))
 
 
 async def _bf16(bench: Bench, right: Client, asked: Client, copies: Copies) -> None:
@@ -229,6 +232,18 @@ async def _bf16(bench: Bench, right: Client, asked: Client, copies: Copies) -> N
     key = "s4.early_send"
     ends = time.monotonic() + 50.0
     await bench.step(key, 65.0, lambda: early_send.run([(arm, bursts)], bench.results, key, copies, ends))
+
+
+async def _looked_into(bench: Bench, deployment: Deployment) -> None:
+    """What its ranks counted, and what the race detector says of what they recorded."""
+    info = await aborts.server_info(bench.http, deployment.url)
+    counters = {engine["name"]: engine["counters"] for engine in info["engines"]}
+    bench.results.put(f"trace.{deployment.name}", counters=counters, rooms=info["rooms"])
+    file = bench.machine.out / f"{deployment.name}.trace"
+    recorded = await deployment.run("trace", "record", str(file))
+    bench.results.put(
+        f"trace.{deployment.name}", recorded=recorded, checked=await deployment.run("trace", "check", str(file))
+    )
 
 
 async def _drained(bench: Bench, deployment: Deployment) -> None:
@@ -281,6 +296,7 @@ async def several(bench: Bench, count: int) -> None:
             tasks.start_soon(bench.step, f"tp.aborts.{name}", 115.0, partial(waves, name))
     key = "tp.rank_stopped"
     stopped = partial(faults.killed, bench.http, on, "decode", right, results, key, number=signal.SIGSTOP, wait=70.0)
+    await bench.step("trace.tp-on", 25.0, lambda: _looked_into(bench, on))
     await bench.step(key, 110.0, stopped)
     await bench.step("drain", 30.0, lambda: _drained(bench, bf16))
 

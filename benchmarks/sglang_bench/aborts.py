@@ -40,6 +40,8 @@ async def waves(
             pages_back_seconds=spread(row["back"] for row in rows if row["back"] is not None),
             never_back=sum(row["back"] is None for row in rows),
         )
+        if not rows[-1]["answered"] and rows[-1]["back"] is None:
+            return  # nothing is served any more
 
 
 async def _wave(asked: Client, idle: Idle, right: dict[int, Reply], wave: int, dropped: float) -> dict[str, Any]:
@@ -118,13 +120,19 @@ async def _flushed(http: aiohttp.ClientSession, url: str) -> bool:
     return False
 
 
+async def server_info(http: aiohttp.ClientSession, url: str) -> dict[str, Any]:
+    """What the gateway says of engines and rooms. Raises aiohttp.ClientError, TimeoutError, ValueError."""
+    async with http.get(url + "/server_info", timeout=aiohttp.ClientTimeout(total=10)) as answer:
+        info: dict[str, Any] = json.loads(await answer.read())
+        return info
+
+
 async def _empty(http: aiohttp.ClientSession, url: str) -> bool:
     with suppress(aiohttp.ClientError, TimeoutError, OSError, ValueError):
-        async with http.get(url + "/server_info", timeout=aiohttp.ClientTimeout(total=10)) as answer:
-            info = json.loads(await answer.read())
-            engines = info["engines"]
-            live = sum(number for state, number in info["rooms"].items() if state not in ("closed", "aborted"))
-            return not live and not any(
-                any(engine["queues"].values()) or engine["counters"].get("held_pages") for engine in engines
-            )
+        info = await server_info(http, url)
+        engines = info["engines"]
+        live = sum(number for state, number in info["rooms"].items() if state not in ("closed", "aborted"))
+        return not live and not any(
+            any(engine["queues"].values()) or engine["counters"].get("held_pages") for engine in engines
+        )
     return False

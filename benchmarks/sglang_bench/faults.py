@@ -85,24 +85,24 @@ async def killed(
         victim = schedulers(deployment, shape.name)[-1]
         os.kill(victim, number)
     answered = time.time() - at["signal"]
-    fenced = deployment.events("engine.fenced")[before:]
-    wedged = deployment.events("engine.wedged")
     results.put(
         key,
         role=role,
         signal=signal.Signals(number).name,
+        signal_at=at["signal"],
         clients_answered_after_seconds=round(answered, 2),
         errors=sorted({reply.error[:150] for reply in replies if reply.error})[:4],
         hung=sum("TimeoutError" in (reply.error or "") for reply in replies),
         unharmed=sum(reply.error is None for reply in replies),
-        fenced=[{"rank": one.get("rank"), "ts": one.get("ts")} for one in fenced],
-        verdict=[one.get("cause") for one in wedged][-1:],
         victim_is_there=_is_there(victim),
     )
     came_back = await deployment.ready(http, time.monotonic() + wait)
     reply = await asked.ask(ids, 16, deadline=60.0) if came_back else Reply(error="it did not come back")
+    fenced = deployment.events("engine.fenced")[before:]
     results.put(
         key,
+        fenced=[{"rank": one.get("rank"), "ts": one.get("ts")} for one in fenced],
+        verdict=[one.get("cause") for one in deployment.events("engine.wedged")][-1:],
         serves_again_after_seconds=round(time.time() - at["signal"], 1) if came_back else None,
         right_after=distance(reply, right).equal,
         error_after=reply.error,

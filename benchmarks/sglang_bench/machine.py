@@ -121,7 +121,6 @@ class Deployment:
         self.socket = str(machine.out / f"{name}.sock")[-100:]
         self.log = machine.out / f"{name}.log"
         self.seconds: float | None = None
-        self.started = time.monotonic()
         file = machine.out / f"{name}.toml"
         file.write_text(_toml(machine, gateway, self.socket, shapes))
         self._file = self.log.open("ab")
@@ -141,7 +140,7 @@ class Deployment:
             with suppress(aiohttp.ClientError, TimeoutError, OSError):
                 async with http.get(self.url + "/health", timeout=aiohttp.ClientTimeout(total=5)) as answer:
                     if answer.status == 200:
-                        self.seconds = self.seconds or time.monotonic() - self.started
+                        self.seconds = max((record["seconds"] for record in self.events("engine.ready")), default=0.0)
                         return True
             await anyio.sleep(LOOK)
         return False
@@ -150,16 +149,19 @@ class Deployment:
         """The log's events of these names, oldest first."""
         lines = self.log.read_text(errors="replace").splitlines()
         wanted = tuple(f'"{name}"' for name in names)
-        found = [json.loads(line) for line in lines if line.startswith("{") and any(name in line for name in wanted)]
+        found: list[dict[str, Any]] = []
+        for line in lines:
+            if line.startswith("{") and any(name in line for name in wanted):
+                with suppress(ValueError):  # the last line may be half written
+                    found.append(json.loads(line))
         return [record for record in found if record.get("event") in names]
 
-    async def ask(self, *words: str) -> Any:
-        """The answer of an admin verb as JSON. Raises RuntimeError with what it said instead."""
-        command = [*dsv4ctl("--socket", self.socket), *words, "--json"]
+    async def run(self, *words: str) -> dict[str, Any]:
+        """What `dsv4ctl WORDS` said, and its exit code."""
+        command = [*dsv4ctl("--socket", self.socket), *words]
         done = await anyio.run_process(command, env=self._environment, check=False)
-        if done.returncode != 0:
-            raise RuntimeError(f"{' '.join(words)}: {done.stderr.decode(errors='replace')[-500:]}")
-        return json.loads(done.stdout)
+        said = (done.stdout + done.stderr).decode(errors="replace")
+        return {"exit_code": done.returncode, "said": said[-1500:]}
 
     async def drain(self, seconds: float) -> dict[str, Any]:
         """`dsv4ctl drain`, and how the whole ended."""

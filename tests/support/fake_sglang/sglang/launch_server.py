@@ -125,6 +125,11 @@ def _note_pages(role: str, body: dict[str, Any]) -> None:
         file.writelines(json.dumps(record) + "\n" for record in records)
 
 
+class _Server(ThreadingHTTPServer):
+    request_queue_size = 256
+    daemon_threads = True
+
+
 def main() -> None:
     options = _options(sys.argv[1:])
     schedulers = Schedulers(options)
@@ -132,7 +137,7 @@ def main() -> None:
     print("[2026-11-29 16:00:00] server_args=ServerArgs(...)", flush=True)
     address = (options["host"], int(options["port"]))
     handler = _handler(schedulers, options.get("disaggregation-mode", "single"))
-    ThreadingHTTPServer(address, handler).serve_forever()
+    _Server(address, handler).serve_forever()
 
 
 if __name__ == "__main__":
