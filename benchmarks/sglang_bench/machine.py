@@ -19,6 +19,8 @@ import anyio
 
 #: Seconds between two looks.
 LOOK = 0.25
+#: Seconds without progress, of engines of one rank and of several: a kernel may be compiled in a first request.
+WEDGE = {False: 90.0, True: 45.0}
 
 
 @dataclass(frozen=True)
@@ -196,7 +198,7 @@ def _toml(machine: Machine, gateway: int, socket: str, shapes: Sequence[Shape]) 
         f"gateway = {{ port = {gateway}, max_body_bytes = {32 * 1024 * 1024} }}",
         'log = { format = "json", level = "debug", queue = 100000 }',
         "limits = { max_rooms = 4096, max_bytes = 1000000000000 }",
-        "deadlines = { ready = 400.0, wedge = 30.0, fence = 20.0, ack = 10.0 }",
+        f"deadlines = {{ ready = 400.0, wedge = {WEDGE[shapes[0].ranks > 1]}, fence = 20.0, ack = 10.0 }}",
     ]
     for shape in shapes:
         env = {**machine.env, "CUDA_VISIBLE_DEVICES": shape.gpus, **shape.env}
