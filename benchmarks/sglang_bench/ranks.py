@@ -7,20 +7,23 @@ Ranks of one engine must have written the same.
 from __future__ import annotations
 
 import json
+import multiprocessing
 import os
+import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
 
 
 def register() -> None:
-    """Notes what a scheduler does; without RANK_LOG nothing is hooked."""
+    """Notes what a scheduler does; in any other process, and without RANK_LOG, nothing is hooked."""
     folder = os.environ.get("RANK_LOG")
-    if folder is None:
+    scheduler_module = "sglang.srt.managers.scheduler"
+    if folder is None or multiprocessing.parent_process() is None or scheduler_module not in sys.modules:
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    scheduler = "sglang.srt.managers.scheduler.Scheduler."
+    scheduler = scheduler_module + ".Scheduler."
     notes = Notes(Path(folder))
     HookRegistry.register(scheduler + "run_batch", notes.batch, HookType.BEFORE)
     HookRegistry.register(scheduler + "abort_request", notes.abort, HookType.BEFORE)
