@@ -35,6 +35,8 @@ json.dump({{
     "plugins": plugins,
 }}, sys.stdout)
 """
+#: Keeps the working directory out of the import path: a folder `kernels` there would hide what transformers imports.
+PATH_GUARD = {"PYTHONSAFEPATH": "1"}
 #: Any of these files: the NVIDIA driver is there.
 DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
@@ -58,7 +60,11 @@ def ask(python: str, env: Mapping[str, str]) -> Installed:
     """Raises AdapterError with one line if `python` is no interpreter that can say."""
     try:
         answer = subprocess.run(
-            [python, "-c", _ASK], capture_output=True, env={**os.environ, **env}, timeout=_ANSWER, check=False
+            [python, "-c", _ASK],
+            capture_output=True,
+            env={**os.environ, **PATH_GUARD, **env},
+            timeout=_ANSWER,
+            check=False,
         )
     except OSError as error:
         raise AdapterError(f"{python!r} cannot be run: {error.strerror}") from error

@@ -72,6 +72,7 @@ def _environment(request: LaunchRequest, engine: EngineTable, host: str) -> dict
     """What `engine.sglang.env` says wins."""
     defaults = {
         "PYTHONUNBUFFERED": "1",
+        **environment.PATH_GUARD,
         "SGLANG_HOST_IP": host,
         "SGLANG_ENABLE_HEALTH_ENDPOINT_GENERATION": "0",  # /health would generate a token; progress is the watchdog's
     }
