@@ -70,6 +70,9 @@ GUARD_MEANING = {
     Guard.LOAD: "a load reads host pages whose backup may still be writing",
     Guard.QUIESCE: "an aborted room's pages are freed before its writer acknowledged",
     Guard.AGREEMENT: "a rank acts on an abort, a landing or a free page that it alone knows of",
+    Guard.HOLD: "pages that a backup or a load still copies are reused",
+    Guard.FOLD: "a page that is published twice gives its first slots away, which a load may still fill",
+    Guard.GROUPS: "a prefix is used as far as its KV reaches, with or without its index-K",
     Guard.VERDICT: "a digest mismatch is counted and reported, and the room goes on",
 }
 

@@ -15,6 +15,10 @@ Share = Annotated[float, msgspec.Meta(gt=0, lt=1)]
 Seconds = Annotated[float, msgspec.Meta(gt=0, lt=1e9)]
 
 
+#: Values of the reference engine's `Fault`.
+StagedFault = Literal["by-request", "slow-backup", "short-sidecar", "poison"]
+
+
 class Section(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
     """Base of every table of the file: unknown keys are refused."""
 
@@ -56,6 +60,7 @@ class ReferenceConfig(Section, frozen=True, kw_only=True):
     seed: int = 0
     device: Literal["cpu", "cuda"] = "cpu"
     collective_timeout: Seconds = 20.0  #: a rank that does not arrive within it fails the engine
+    fault: StagedFault | None = None  #: an experiment: what happens to the last rank alone
 
 
 class SglangConfig(Section, frozen=True, kw_only=True):

@@ -14,10 +14,8 @@ from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS
 from dsv4ctl.controlplane.incident.experiment import Experiment, Plan, steps
 from dsv4ctl.controlplane.incident.progress import Progress
 from dsv4ctl.controlplane.incident.report import Report, as_json, as_text
-from dsv4ctl.controlplane.incident.rows import UnknownRowError, full_rows, quick_rows, select
-from dsv4ctl.controlplane.incident.workload import QUICK_SIZE, Size
-
-QUICK_SESSIONS, FULL_SESSIONS = 16, 64
+from dsv4ctl.controlplane.incident.rows import UnknownRowError, full_rows, more_rows, quick_rows, select
+from dsv4ctl.controlplane.incident.workload import FULL_WORK, QUICK_WORK
 
 
 @click.command(
@@ -39,7 +37,7 @@ Examples:
 @click.option(
     "--sessions",
     type=click.IntRange(min=MIN_SESSIONS),
-    help=f"Conversations at once. Default: {FULL_SESSIONS}, or {QUICK_SESSIONS} with --quick.",
+    help=f"Conversations at once. Default: {FULL_WORK[''].sessions}, or {QUICK_WORK[''].sessions} with --quick.",
 )
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
 def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: bool) -> None:
@@ -50,17 +48,17 @@ def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: 
     """
     if find_spec("torch") is None:
         raise Failure("incident needs the embedded engine: pip install 'dsv4ctl[reference]'", Exit.FAILED)
-    rows = quick_rows() if quick else full_rows()
+    rows, others = (quick_rows(), more_rows()) if quick else (full_rows(), ())
     names = [name.strip() for name in only.split(",") if name.strip()]
     try:
-        chosen = select(rows, names)
+        chosen = select(rows, others, names)
     except UnknownRowError as error:
         raise Failure(str(error), Exit.USAGE) from error
+    works = QUICK_WORK if quick else FULL_WORK
     plan = Plan(
         rows=chosen,
-        sessions=sessions or (QUICK_SESSIONS if quick else FULL_SESSIONS),
+        work={group: work if sessions is None else work._replace(sessions=sessions) for group, work in works.items()},
         seed=seed,
-        size=QUICK_SIZE if quick else Size(),
         cost=not quick and not names,
     )
     report = _run(plan)
@@ -69,7 +67,7 @@ def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: 
 
 
 def _run(plan: Plan) -> Report:
-    progress = Progress(sys.stderr, steps(plan.rows, plan.sessions, plan.size))
+    progress = Progress(sys.stderr, steps(plan))
     try:
         report = anyio.run(_until_signalled, Experiment(plan, progress))
     finally:

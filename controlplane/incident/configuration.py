@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from dsv4ctl.controlplane.incident.rows import Deployment
 
 #: Fewer sessions than this fit on the device, and nothing would be reloaded.
@@ -11,6 +13,35 @@ PAGES_A_SESSION = 12
 #: Seconds that a request may wait for pages: more requests are in flight than fit, and that is no fault.
 QUEUE_DEADLINE = 90
 _ROLES = {"pd": ("prefill", "decode"), "single": ("single",)}
+
+
+class Setting(NamedTuple):
+    """What is made hard in a deployment. `fault`: what the reference engine stages on its last rank."""
+
+    ranks: int = 1
+    fault: str | None = None
+    host_pages: int = PAGES_A_SESSION  #: a session
+    device_pages: int | None = None  #: None: a few requests' worth
+    h2d_gbps: float | None = None  #: of the paced link; None: as on a real deployment
+    load_threshold: int = 1  #: pages; fewer are computed again
+    off: tuple[str, ...] = ()  #: guards off from the start: ranks would part where one learns of it first
+
+
+#: Loads take longer than a step: a deadline that has passed on one rank alone is met in the middle of one.
+_RANKS = Setting(ranks=2, fault="by-request", device_pages=12, h2d_gbps=0.004)
+#: By the deployment's `setting`.
+SETTINGS = {
+    "": Setting(),
+    "ranks-agreed": _RANKS,
+    "ranks-alone": _RANKS._replace(off=("rank_agreement",)),
+    "short-sidecar": Setting(fault="short-sidecar"),
+    "storm": Setting(device_pages=384),
+    "poison": Setting(device_pages=384, fault="poison"),
+    "slow-backup": Setting(fault="slow-backup", device_pages=16),
+    "cramped": Setting(host_pages=4, device_pages=20, h2d_gbps=0.004, load_threshold=4),
+}
+#: Seconds after which ranks that do not meet are given up.
+_COLLECTIVE_TIMEOUT = 2.0
 
 
 def device_pages(deployment: Deployment, role: str, sessions: int) -> int:
@@ -40,24 +71,31 @@ bootstrapping = {QUEUE_DEADLINE}
 
 [unsafe]
 runtime = true
+off = {list(SETTINGS[deployment.setting].off)}
 {engines}"""
 
 
 def _engine(deployment: Deployment, role: str, sessions: int, model_seed: int) -> str:
-    pages = device_pages(deployment, role, sessions)
+    setting = SETTINGS[deployment.setting]
+    pages = setting.device_pages or device_pages(deployment, role, sessions)
     hicache = deployment.hicache and role != "decode"
     return f"""
 [[engines]]
 name = "{role}0"
 role = "{role}"
+ranks = {setting.ranks}
 
 [engines.hicache]
 enabled = {str(hicache).lower()}
-pages = {PAGES_A_SESSION * sessions}
+pages = {setting.host_pages * sessions}
+load_threshold_pages = {setting.load_threshold}
+{"" if setting.h2d_gbps is None else f"h2d_gbps = {setting.h2d_gbps}"}
 
 [engines.reference]
 index_k_dtype = "{deployment.index_k}"
 device_pages = {pages}
 state_slots = {2 * pages}
 seed = {model_seed}
+collective_timeout = {_COLLECTIVE_TIMEOUT}
+{"" if setting.fault is None else f'fault = "{setting.fault}"'}
 """

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import tempfile
 from collections import Counter
-from collections.abc import AsyncIterator, Mapping, Sequence
+from collections.abc import AsyncIterator, Awaitable, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,10 @@ _START = "from dsv4ctl.controlplane.cli.main import main; main()"
 READY_DEADLINE, IDLE_DEADLINE, LOOK = 90.0, 45.0, 0.05
 #: Log lines shown when a start fails.
 _SHOWN_LINES = 12
-_VIOLATION = "violation: "
+#: What the counters are called that count violated edges, and layers of loads whose bytes were not the sealed ones.
+VIOLATION, LOAD_DIFFERS = "violation: ", "load differs: "
+#: The gateway's answers when an engine ended, or none is there.
+_ENGINE_GONE = (502, 503)
 _JSON = {"content-type": "application/json"}
 
 
@@ -33,11 +36,12 @@ class DeploymentError(RuntimeError):
 
 
 class RequestFailedError(RuntimeError):
-    """The gateway answered with an error."""
+    """The gateway answered with an error. `engine_gone`: the engine ended under the request, or none is there."""
 
-    def __init__(self, message: str, room: str | None) -> None:
+    def __init__(self, message: str, room: str | None, engine_gone: bool = False) -> None:
         super().__init__(message)
         self.room = room
+        self.engine_gone = engine_gone
 
 
 class Running:
@@ -59,7 +63,8 @@ class Running:
         except aiohttp.ClientError as error:
             raise RequestFailedError(repr(error), None) from error
         if response.status != 200:
-            raise RequestFailedError(f"{response.status}: {raw[:300].decode('utf-8', 'replace')}", room)
+            message = f"{response.status}: {raw[:300].decode('utf-8', 'replace')}"
+            raise RequestFailedError(message, room, response.status in _ENGINE_GONE)
         return msgspec.json.decode(raw)["output_ids"], room
 
     async def rooms(self) -> list[dict[str, Any]]:
@@ -88,6 +93,19 @@ class Running:
                     break
                 await anyio.sleep(LOOK)
         return keys
+
+    async def ready(self) -> None:
+        """Returns once every engine serves, restarted ones too."""
+        with anyio.fail_after(READY_DEADLINE):
+            await until(self._all_ready)
+
+    async def _all_ready(self) -> bool:
+        return all(engine["state"] == "ready" for engine in await self._get("/engines", {}))
+
+    async def pid(self, role: str) -> int:
+        """The first rank's process of the first engine of this role."""
+        engines = await self._get("/engines", {})
+        return int(next(engine["pid"] for engine in engines if engine["role"] == role))
 
     async def set_guards(self, off: Sequence[str]) -> None:
         arguments = {"off": list(off)} if off else {"all_on": True}
@@ -120,6 +138,14 @@ class Running:
         return msgspec.json.decode(await self._admin.call("GET", path, arguments))
 
 
+async def until(holds: Callable[[], Awaitable[bool]]) -> None:
+    """Looks until it does; the caller sets the deadline."""
+    while True:
+        if await holds():
+            return
+        await anyio.sleep(LOOK)
+
+
 def counters(infos: Sequence[Mapping[str, Any]]) -> Counter[str]:
     """The counters of all engines."""
     total: Counter[str] = Counter()
@@ -128,14 +154,14 @@ def counters(infos: Sequence[Mapping[str, Any]]) -> Counter[str]:
     return total
 
 
-def edges(before: Mapping[str, int], after: Mapping[str, int]) -> dict[str, int]:
-    """Violated edges that were counted between two looks."""
+def since(before: Mapping[str, int], after: Mapping[str, int], prefix: str) -> dict[str, int]:
+    """What the counters of this prefix counted between two looks, by the rest of their names."""
     found = {
-        name.removeprefix(_VIOLATION): count - before.get(name, 0)
+        name.removeprefix(prefix): count - before.get(name, 0)
         for name, count in after.items()
-        if name.startswith(_VIOLATION)
+        if name.startswith(prefix)
     }
-    return {edge: count for edge, count in found.items() if count > 0}
+    return {rest: count for rest, count in found.items() if count > 0}
 
 
 @asynccontextmanager

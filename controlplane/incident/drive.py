@@ -7,18 +7,33 @@ from dataclasses import dataclass, field
 
 import anyio
 
-from dsv4ctl.controlplane.incident.deployment import RequestFailedError, Running, counters, edges
+from dsv4ctl.controlplane.incident.deployment import (
+    LOAD_DIFFERS,
+    VIOLATION,
+    RequestFailedError,
+    Running,
+    counters,
+    since,
+)
 from dsv4ctl.controlplane.incident.evaluate import Asked, Measured
 from dsv4ctl.controlplane.incident.rows import Row
+from dsv4ctl.controlplane.incident.storms import storm
 from dsv4ctl.controlplane.incident.workload import Turn
 from dsv4ctl.controlplane.rooms.states import RoomState
 
 #: Seconds that a request may take, queues included; longer is stuck.
 REQUEST_DEADLINE = 120.0
+#: One session in so many is struck by the row's fault.
+STRUCK = 2
 #: A request on its way is aborted this often, then let through.
 ABORTS_A_REQUEST = 2
 #: Seconds between two looks for requests whose pages are on their way.
 _LOOK = 0.008
+
+#: Faults that need no page to be loaded; the others strike from the second round on.
+_AT_ONCE = ("abort",)
+#: States of a room whose pages are on their way.
+_MOVING = {"pd": RoomState.SENDING.value, "single": RoomState.LOADING.value}
 
 Turns = Mapping[tuple[int, int], Turn]
 
@@ -33,6 +48,10 @@ class _Row:
     keys: set[str] = field(default_factory=set)
     on_the_way: dict[str, anyio.CancelScope] = field(default_factory=dict)
     aborts: int = 0
+    fault: str = ""  #: strikes one of several ranks, and may end any request
+    guarded: bool = True
+    moving: str = ""  #: the state in which rooms are aborted in waves
+    parted: bool = False  #: the ranks no longer met; only the end of their engine ended what was under way
 
 
 async def run_row(
@@ -47,21 +66,27 @@ async def run_row(
 
     `told` is called after each round. Raises DeploymentError, NoControlPlaneError, TimeoutError.
     """
-    await running.set_guards(row.off)
+    await running.ready()
+    if not row.fault:
+        await running.set_guards(row.off)
     await running.flush()
     before = counters(await running.engine_infos())
-    state = _Row(running, new_tokens)
+    stormed = None if row.storm is None else await storm(running, row.storm, len(turns))
+    state = _Row(running, new_tokens, fault=row.fault, guarded=row.guarded, moving=_MOVING[row.deployment.topology])
     began = anyio.current_time()
     for round_ in sorted({round_ for _, round_ in turns}):
         this = [turn for turn in turns.values() if turn.round == round_]
-        await _round(state, this, victims(round_) if row.waves else ())
+        if not state.parted:
+            await _round(state, this, victims(round_) if row.waves else ())
         told()
     seconds = anyio.current_time() - began
     left = await running.idle()
-    after = counters(await running.engine_infos())
+    after = before if state.parted else counters(await running.engine_infos())
     rooms = {key: room for key in sorted(state.keys) if (room := await running.room(key)) is not None}
     loaded = after["host_tokens_loaded"] - before["host_tokens_loaded"]
-    return Measured(state.asked, rooms, left, state.aborts, edges(before, after), max(loaded, 0), seconds)
+    differing = since(before, after, LOAD_DIFFERS)
+    violated = since(before, after, VIOLATION)
+    return Measured(state.asked, rooms, left, state.aborts, violated, max(loaded, 0), seconds, differing, stormed)
 
 
 async def _round(state: _Row, turns: list[Turn], victims: Collection[int]) -> None:
@@ -80,15 +105,21 @@ async def _ask(state: _Row, turn: Turn, aborts: int) -> None:
         request_id = f"{turn.request_id}.{attempt}"
         with anyio.CancelScope() as scope:
             state.on_the_way[request_id] = scope
-            await _ask_once(state, turn, request_id)
+            state.asked.append(await _ask_once(state, turn, request_id))
         state.on_the_way.pop(request_id, None)
         if not scope.cancelled_caught:
             return
         state.aborts += 1
-    await _ask_once(state, turn, turn.request_id)
+    struck = state.fault and turn.session % STRUCK == 0 and (turn.round or state.fault in _AT_ONCE)
+    asked = await _ask_once(state, turn, f"{turn.request_id}!{state.fault}" if struck else turn.request_id)
+    if asked.error is not None and state.fault and state.guarded:
+        state.aborts += 1
+        await state.running.ready()
+        asked = await _ask_once(state, turn, turn.request_id)
+    state.asked.append(asked)
 
 
-async def _ask_once(state: _Row, turn: Turn, request_id: str) -> None:
+async def _ask_once(state: _Row, turn: Turn, request_id: str) -> Asked:
     output: tuple[int, ...] | None = None
     error = room = None
     try:
@@ -96,10 +127,14 @@ async def _ask_once(state: _Row, turn: Turn, request_id: str) -> None:
             tokens, room = await state.running.generate(turn.prompt, state.new_tokens, request_id)
             output = tuple(tokens)
     except RequestFailedError as failed:
-        error, room = str(failed), failed.room
+        room = failed.room
+        if failed.engine_gone and state.fault and not state.guarded:
+            state.parted = True
+        else:
+            error = str(failed)
     if room is not None:
         state.keys.add(room)
-    state.asked.append(Asked(turn.session, turn.round, len(turn.prompt), output, error, room))
+    return Asked(turn.session, turn.round, len(turn.prompt), output, error, room)
 
 
 async def _abort_in_waves(state: _Row) -> None:
@@ -107,7 +142,7 @@ async def _abort_in_waves(state: _Row) -> None:
     while True:
         for room in await state.running.rooms():
             scope = state.on_the_way.get(room["request_id"])
-            if scope is not None and room["state"] == RoomState.SENDING.value:
+            if scope is not None and room["state"] == state.moving:
                 state.keys.add(room["key"])
                 scope.cancel()
         await anyio.sleep(_LOOK)

@@ -13,6 +13,19 @@ from dsv4ctl.controlplane.incident.rows import Row, Topology
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomState
 
 
+class Stormed(msgspec.Struct):
+    """`seconds`: from the storm until no room of it was in flight and its pages were back. `pages_left`: after that.
+
+    `aborted`: requests that were ended; `failed`: those that were not, and got no answer.
+    """
+
+    rooms: int
+    aborted: int
+    failed: int
+    seconds: float
+    pages_left: int
+
+
 class Expected(NamedTuple):
     """The oracle's answer to one prompt, and its digests: pool -> one folded value a pool layer.
 
@@ -41,6 +54,8 @@ class Asked(NamedTuple):
 class Measured(NamedTuple):
     """All that is known of a row once it has run. `rooms`: by key, as the admin API tells them.
 
+    `loads_differ`: by pool, layers of HiCache loads whose bytes were not those that were sealed.
+
     `left`: rooms that had not ended by the deadline. `aborts`: requests aborted on purpose. `edges`: violated
     edges of happens-before that the engines' traces show, with their counts.
     """
@@ -52,6 +67,8 @@ class Measured(NamedTuple):
     edges: Mapping[str, int]
     host_tokens: int
     seconds: float
+    loads_differ: Mapping[str, int] = {}
+    stormed: Stormed | None = None
 
 
 class RowResult(msgspec.Struct, kw_only=True):
@@ -76,6 +93,7 @@ class RowResult(msgspec.Struct, kw_only=True):
     stuck: int
     digest_mismatches: int
     pools: dict[str, int]
+    loads_differ: dict[str, int]
     transfer_timeouts: int
     aborts: int
     cached_share: float
@@ -84,11 +102,16 @@ class RowResult(msgspec.Struct, kw_only=True):
     seconds: float
     edges: dict[str, int]
     errors: list[str]
+    storm: Stormed | None = None  #: what came before the requests
     verdict: str = ""
 
     @property
     def damaged(self) -> bool:
-        return bool(self.corrupted or self.digest_mismatches)
+        return bool(self.corrupted or self.digests_differ)
+
+    @property
+    def digests_differ(self) -> bool:
+        return bool(self.digest_mismatches or self.loads_differ)
 
 
 def evaluate(row: Row, sessions: int, expected: Mapping[tuple[int, int], Expected], measured: Measured) -> RowResult:
@@ -111,17 +134,19 @@ def evaluate(row: Row, sessions: int, expected: Mapping[tuple[int, int], Expecte
         requests=len(asked),
         corrupted=len({one.session for one in wrong}),
         wrong_outputs=len(wrong),
-        failed=sum(one.error is not None for one in asked),
+        failed=sum(one.error is not None for one in asked) + (measured.stormed.failed if measured.stormed else 0),
         stuck=sum(one.output_ids is None and one.error is None for one in asked) + len(measured.left),
         digest_mismatches=len(damaged),
         pools=dict(sorted(Counter(pool for pools in damaged for pool in pools).items())),
+        loads_differ=dict(sorted(measured.loads_differ.items())),
         transfer_timeouts=sum(_timed_out(room) for room in measured.rooms.values()),
-        aborts=measured.aborts,
+        aborts=measured.aborts + (measured.stormed.aborted if measured.stormed else 0),
         cached_share=round(cached / prompt_tokens, 4) if prompt_tokens else 0.0,
         host_tokens=measured.host_tokens,
         tokens_per_s=round(sum(len(one.output_ids or ()) for one in answered) / measured.seconds, 1),
         seconds=round(measured.seconds, 2),
         edges=dict(sorted(measured.edges.items())),
+        storm=measured.stormed,
         errors=sorted({one.error for one in asked if one.error is not None})[:3],
     )
     result.verdict = verdict(result)
@@ -155,12 +180,15 @@ def verdict(result: RowResult) -> str:
     broken = [f"{result.stuck} stuck"] if result.stuck else []
     broken += [f"{result.failed} failed"] if result.failed else []
     if result.damaged:
-        pools = " ".join(f"{pool}:{rooms}" for pool, rooms in result.pools.items()) or "none"
+        named = " ".join(f"{pool}:{rooms}" for pool, rooms in result.pools.items()) or "none"
+        loaded = " ".join(f"{pool}:{layers}" for pool, layers in result.loads_differ.items())
         share = f"{result.corrupted} of {result.sessions} conversations wrong"
-        return "; ".join([f"damage: {share}; digests name {pools}", *broken])
+        return "; ".join(
+            [f"damage: {share}; digests name {named}", *([f"in loads {loaded}"] if loaded else []), *broken]
+        )
     if result.guards == "on":
         return "; ".join(broken) or "clean"
-    tries = f"{result.aborts} aborts" if result.waves else f"{result.requests} requests"
+    tries = f"{result.aborts} aborts" if result.waves or result.storm else f"{result.requests} requests"
     edges = ", ".join(f"{edge} ({count}x)" for edge, count in result.edges.items())
     return "; ".join([f"not provoked in {tries}; edge violated: {edges or 'none'}", *broken])
 
@@ -178,11 +206,14 @@ def problems(rows: Sequence[tuple[Row, RowResult]]) -> list[str]:
                 "stuck": result.stuck,
                 "failed": result.failed,
                 "digest mismatches": result.digest_mismatches,
+                "pages left": result.storm.pages_left if result.storm else 0,
             }
             bad = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
             if bad:
                 found.append(f"{result.name}: guards on, and yet {bad}")
-        elif row.must_damage and not (result.corrupted and result.digest_mismatches):
+        elif row.must_stick and not result.stuck:
+            found.append(f"{result.name}: {result.guards} off, and nothing was stuck in {result.requests} requests")
+        elif row.must_damage and not (result.corrupted and result.digests_differ):
             found.append(f"{result.name}: {result.guards} off showed no damage in {result.requests} requests")
     return found
 

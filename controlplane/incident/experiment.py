@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator, Mapping, Sequence
 from contextlib import asynccontextmanager
 from importlib.metadata import PackageNotFoundError, version
 from platform import python_version
@@ -21,7 +21,7 @@ from dsv4ctl.controlplane.incident.oracle import OracleError, Script, write_scri
 from dsv4ctl.controlplane.incident.progress import Progress
 from dsv4ctl.controlplane.incident.report import Pacing, Report
 from dsv4ctl.controlplane.incident.rows import Deployment, Dtype, Row, by_deployment
-from dsv4ctl.controlplane.incident.workload import Size, conversations, victims
+from dsv4ctl.controlplane.incident.workload import Work, conversations, victims
 
 #: Each of these ends the rows of one deployment; the others still run.
 FAULTS = (OracleError, DeploymentError, NoControlPlaneError, AdminError, TimeoutError)
@@ -31,11 +31,15 @@ _PACKAGES = {"dsv4ctl": "dsv4ctl", "torch": "torch", "nixl": "nixl-cu12", "aioht
 
 
 class Plan(NamedTuple):
+    """`work`: by the rows' group."""
+
     rows: tuple[Row, ...]
-    sessions: int
+    work: Mapping[str, Work]
     seed: int
-    size: Size
     cost: bool
+
+    def work_of(self, row: Row) -> Work:
+        return self.work[row.group]
 
 
 class Experiment:
@@ -44,8 +48,7 @@ class Experiment:
     def __init__(self, plan: Plan, progress: Progress) -> None:
         self._plan = plan
         self._progress = progress
-        self._conversations = conversations(plan.seed, plan.sessions, plan.size)
-        self._scripts: dict[Dtype, Script] = {}
+        self._scripts: dict[tuple[Dtype, Work], Script] = {}
         self._infos: dict[Deployment, list[dict[str, Any]]] = {}
         self._results: list[tuple[Row, RowResult]] = []
         self._faults: list[str] = []
@@ -70,8 +73,8 @@ class Experiment:
             rows=results,
             comparisons=comparisons(results),
             seed=plan.seed,
-            sessions=plan.sessions,
-            rounds=plan.size.rounds,
+            sessions=max(plan.work_of(row).sessions for row in plan.rows),
+            rounds=max(plan.work_of(row).size.rounds for row in plan.rows),
             index_topk=self._index_topk(),
             pacing=Pacing(self._speeds()),
             cost=cost,
@@ -82,7 +85,7 @@ class Experiment:
 
     async def _rows(self, deployment: Deployment, rows: Sequence[Row]) -> None:
         """Raises its FAULTS in an exception group."""
-        async with self._prepared(deployment) as (running, script):
+        async with self._prepared(deployment, self._plan.work_of(rows[0])) as (running, script):
             self._infos[deployment] = await running.engine_infos()
             for row in rows:
                 await self._row(running, row, script)
@@ -96,38 +99,38 @@ class Experiment:
             return None
 
     @asynccontextmanager
-    async def _prepared(self, deployment: Deployment) -> AsyncIterator[tuple[Running, Script]]:
+    async def _prepared(self, deployment: Deployment, work: Work) -> AsyncIterator[tuple[Running, Script]]:
         """The deployment, serving, and what is right there; both are got ready at the same time."""
         self._progress.label(f"{deployment}: starting")
         async with anyio.create_task_group() as tasks:
             written = anyio.Event()
-            tasks.start_soon(self._write_script, deployment.index_k, written)
-            async with deployed(deployment, self._plan.sessions, _MODEL_SEED) as running:
+            tasks.start_soon(self._write_script, deployment.index_k, work, written)
+            async with deployed(deployment, work.sessions, _MODEL_SEED) as running:
                 # No deadline: every answer of the oracle has one.
                 await written.wait()
-                yield running, self._scripts[deployment.index_k]
+                yield running, self._scripts[deployment.index_k, work]
 
-    async def _write_script(self, index_k: Dtype, written: anyio.Event) -> None:
-        if index_k not in self._scripts:
-            plan = self._plan
-            self._scripts[index_k] = await write_script(
-                index_k, _MODEL_SEED, self._conversations, plan.size.new_tokens, self._progress.step
+    async def _write_script(self, index_k: Dtype, work: Work, written: anyio.Event) -> None:
+        if (index_k, work) not in self._scripts:
+            spoken = conversations(self._plan.seed, work.sessions, work.size)
+            self._scripts[index_k, work] = await write_script(
+                index_k, _MODEL_SEED, spoken, work.size.new_tokens, self._progress.step
             )
         written.set()
 
     async def _row(self, running: Running, row: Row, script: Script) -> None:
-        plan = self._plan
+        seed, (sessions, size) = self._plan.seed, self._plan.work_of(row)
         self._progress.label(row.name)
 
         def chosen(round_: int) -> frozenset[int]:
-            return victims(plan.seed, round_, plan.sessions)
+            return victims(seed, round_, sessions)
 
         def told() -> None:
-            for _ in range(plan.sessions):
+            for _ in range(sessions):
                 self._progress.step()
 
-        measured = await run_row(running, row, script.turns, plan.size.new_tokens, chosen, told)
-        self._results.append((row, evaluate(row, plan.sessions, script.expected, measured)))
+        measured = await run_row(running, row, script.turns, size.new_tokens, chosen, told)
+        self._results.append((row, evaluate(row, sessions, script.expected, measured)))
 
     def _index_topk(self) -> int | None:
         return next((info["index_topk"] for infos in self._infos.values() for info in infos), None)
@@ -141,16 +144,18 @@ class Experiment:
         }
 
 
-def steps(rows: Sequence[Row], sessions: int, size: Size) -> int:
+def steps(plan: Plan) -> int:
     """Requests that a run makes, the oracles' among them: the length of its progress bar."""
-    return (len(rows) + len({row.deployment.index_k for row in rows})) * sessions * size.rounds
+    scripts = {(row.deployment.index_k, plan.work_of(row)) for row in plan.rows}
+    works = [*(plan.work_of(row) for row in plan.rows), *(work for _, work in scripts)]
+    return sum(work.sessions * work.size.rounds for work in works)
 
 
 def _only(group: BaseExceptionGroup[BaseException]) -> BaseException:
-    """The error inside, where there is just one: a task group wraps what ends it."""
+    """The error inside, the first of several of one kind: a task group wraps what ends it."""
     error: BaseException = group
-    while isinstance(error, BaseExceptionGroup) and len(error.exceptions) == 1:
-        (error,) = error.exceptions
+    while isinstance(error, BaseExceptionGroup) and len({type(one) for one in error.exceptions}) == 1:
+        error = error.exceptions[0]
     return error
 
 

@@ -62,6 +62,14 @@ def as_text(report: Report) -> str:
     violated = {row.name: row.edges for row in report.rows if row.edges}
     if violated:
         parts.append(_section("edges that the trace shows violated", violated))
+    storms = {
+        row.name: f"{row.storm.aborted} of {row.storm.rooms} ended, all gone in {row.storm.seconds:g} s,"
+        f" {row.storm.pages_left} pages left"
+        for row in report.rows
+        if row.storm
+    }
+    if storms:
+        parts.append(_section("storms", storms))
     failed = {row.name: "; ".join(row.errors) for row in report.rows if row.errors}
     if failed:
         parts.append(_section("errors", failed))

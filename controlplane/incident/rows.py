@@ -11,6 +11,8 @@ from dsv4ctl.controlplane.tickets.types import TICKET_GUARDS, Guard
 
 Dtype = Literal["bf16", "fp8"]
 Topology = Literal["pd", "single"]
+#: How a storm ends its requests.
+How = Literal["all", "half", "staggered", "peer-back", "poisoned"]
 
 #: `guards` of a row with every guard on, and of one with every ticket off.
 ON, TICKETS = "on", "tickets"
@@ -21,21 +23,28 @@ class UnknownRowError(ValueError):
 
 
 class Deployment(NamedTuple):
-    """What is started: rows with the same deployment share one, and differ by what is switched at run time."""
+    """What is started: rows with the same deployment share one, and differ by what is switched at run time.
+
+    `setting`: what is made hard there (`configuration.SETTINGS`); empty: nothing.
+    """
 
     index_k: Dtype
     hicache: bool
     topology: Topology
+    setting: str = ""
 
     def __str__(self) -> str:
-        return f"{self.topology}-{self.index_k}-hicache-{'on' if self.hicache else 'off'}"
+        name = f"{self.topology}-{self.index_k}-hicache-{'on' if self.hicache else 'off'}"
+        return f"{name}-{self.setting}" if self.setting else name
 
 
 class Row(NamedTuple):
     """One line of the table. `guards` is `on`, `tickets`, or the one guard that is off.
 
-    `waves`: requests are aborted in waves and asked again. `must_damage`: a run in which this row shows no damage
-    has failed to show what it is for.
+    `waves`: requests are aborted in waves and asked again. `must_damage`, `must_stick`: a run in which this row shows
+    no damage, or in which nothing is stuck, has failed to show what it is for. `fault`: what strikes one rank in every
+    `STRUCK`th session. `storm`: what comes before the conversations. `group`: what `--only` calls it with
+    its like.
     """
 
     name: str
@@ -43,12 +52,18 @@ class Row(NamedTuple):
     guards: str = ON
     waves: bool = False
     must_damage: bool = False
+    must_stick: bool = False
+    fault: str = ""
+    storm: How | None = None
+    group: str = ""
 
     @property
     def off(self) -> tuple[str, ...]:
         """Guards switched off. Without `verdict` the digests would (rightly) stop the damaged rooms."""
         if self.guards == ON:
             return ()
+        if self.guards == Guard.AGREEMENT.value:
+            return (self.guards,)
         if self.guards == TICKETS:
             return (*(guard.value for guard in TICKET_GUARDS), Guard.VERDICT.value)
         return (self.guards, Guard.VERDICT.value)
@@ -58,6 +73,8 @@ class Row(NamedTuple):
         return self.guards == ON
 
 
+#: What one rank alone sees (the reference engine's staged faults).
+RANK_FAULTS = ("abort", "clock", "stale-byte", "link")
 #: Where the incident happened.
 THERE = Deployment("bf16", True, "pd")
 _WITHOUT_HICACHE = THERE._replace(hicache=False)
@@ -86,18 +103,67 @@ def full_rows() -> tuple[Row, ...]:
         suffix = "hicache-on" if cell.hicache else "hicache-off"
         rows.append(Row(f"waves-{suffix}-guards-on", cell, waves=True))
         rows.append(Row(f"waves-{suffix}-quiesce-off", cell, Guard.QUIESCE.value, waves=True))
-    return tuple(rows)
+    return (*rows, *more_rows())
 
 
-def select(rows: Sequence[Row], names: Sequence[str]) -> tuple[Row, ...]:
-    """The rows of these names, in the order of `rows`; all of them if none is named. Raises UnknownRowError."""
-    valid = [row.name for row in rows]
+def rank_rows() -> tuple[Row, ...]:
+    """One engine of two ranks, and what only the second one sees."""
+    agreed, alone = (Deployment("bf16", True, "single", setting) for setting in ("ranks-agreed", "ranks-alone"))
+    off = Guard.AGREEMENT.value
+    return (
+        *(Row(f"{fault}-agreed", agreed, fault=fault, group="ranks") for fault in RANK_FAULTS),
+        *(Row(f"{fault}-alone", alone, off, fault=fault, must_stick=True, group="ranks") for fault in RANK_FAULTS),
+    )
+
+
+def group_rows() -> tuple[Row, ...]:
+    """Member pools that are shorter, and copies between device and host that are overtaken."""
+    short, slow, cramped = (
+        Deployment("bf16", True, "single", setting) for setting in ("short-sidecar", "slow-backup", "cramped")
+    )
+    return (
+        Row("sidecar-on", short, group="groups"),
+        Row("whole_groups-off", short, Guard.GROUPS.value, must_damage=True, group="groups"),
+        Row("slow-backup-on", slow, group="groups"),
+        Row("backup-reused", slow, Guard.HOLD.value, group="groups"),
+        Row("load-before-backup", slow, Guard.LOAD.value, must_damage=True, group="groups"),
+        Row("cramped-on", cramped, waves=True, group="groups"),
+        Row("host-evicted-under-load", cramped, Guard.HOLD.value, waves=True, group="groups"),
+        Row("fold-off", cramped, Guard.FOLD.value, waves=True, group="groups"),
+    )
+
+
+def storm_rows() -> tuple[Row, ...]:
+    """80 requests under way, and an end to all or half of them; then the conversations."""
+    calm, poison = (Deployment("bf16", True, "pd", setting) for setting in ("storm", "poison"))
+    aborts: tuple[How, ...] = ("all", "half", "staggered")
+    return (
+        *(
+            Row(f"{how}-{'quiesce-off' if guards != ON else 'on'}", calm, guards, storm=how, group="storms")
+            for how in aborts
+            for guards in (ON, Guard.QUIESCE.value)
+        ),
+        Row("peer-back", calm, storm="peer-back", group="storms"),
+        Row("poisoned", poison, storm="poisoned", group="storms"),
+    )
+
+
+def more_rows() -> tuple[Row, ...]:
+    """The rows beside the incident's own, by groups."""
+    return (*rank_rows(), *group_rows(), *storm_rows())
+
+
+def select(rows: Sequence[Row], others: Sequence[Row], names: Sequence[str]) -> tuple[Row, ...]:
+    """The rows of these names or groups, in their order; `rows` if none is named. Raises UnknownRowError."""
+    known = (*rows, *(row for row in others if row not in rows))
+    valid = [row.name for row in known]
+    groups = list(dict.fromkeys(row.group for row in known if row.group))
     for name in names:
-        if name not in valid:
-            near = get_close_matches(name, valid, 1)
+        if name not in (*valid, *groups):
+            near = get_close_matches(name, (*valid, *groups), 1)
             hint = f"did you mean {near[0]}? " if near else ""
-            raise UnknownRowError(f"no row {name!r}; {hint}there are: {', '.join(valid)}")
-    return tuple(row for row in rows if not names or row.name in names)
+            raise UnknownRowError(f"no row {name!r}; {hint}there are: {', '.join((*valid, *groups))}")
+    return tuple(row for row in known if row.name in names or row.group in names) if names else tuple(rows)
 
 
 def by_deployment(rows: Sequence[Row]) -> list[tuple[Deployment, list[Row]]]:

@@ -25,6 +25,28 @@ class Size(NamedTuple):
 QUICK_SIZE = Size(prefix_pages=3, turn_tokens=(130, 200))
 
 
+class Work(NamedTuple):
+    """What each row of a group is given to do."""
+
+    sessions: int
+    size: Size
+
+
+_TWO = Size(rounds=2, prefix_pages=2, turn_tokens=(130, 200), new_tokens=4)
+_ONE = _TWO._replace(rounds=1)
+#: Conversations of a group grow at different speeds: one is loaded while the other is computed again.
+_UNEVEN = Size(prefix_pages=3, turn_tokens=(100, 420))
+
+#: By the rows' group; the incident's own rows have none.
+FULL_WORK = {"": Work(64, Size()), "ranks": Work(16, _TWO), "storms": Work(16, _ONE), "groups": Work(32, _UNEVEN)}
+QUICK_WORK = {
+    "": Work(16, QUICK_SIZE),
+    "ranks": Work(8, _TWO),
+    "storms": Work(8, _ONE),
+    "groups": Work(8, _UNEVEN._replace(rounds=3)),
+}
+
+
 class Turn(NamedTuple):
     """One request: its session, its round, and the prompt."""
 

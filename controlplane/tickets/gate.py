@@ -16,6 +16,8 @@ from dsv4ctl.controlplane.trace.ring import Ring
 
 #: Of a ticket that holds nothing any more.
 ENDED = (TicketState.RELEASED, TicketState.REVOKED)
+#: Whoever copies between device and host.
+COPIERS = frozenset({Consumer.BACKUP, Consumer.LOAD})
 
 
 class TicketRevokedError(Exception):
@@ -41,6 +43,7 @@ class Gate:
         self._consumers: dict[Consumer, str] = {}
         self._off: frozenset[Guard] = frozenset()
         self._open_consumers: frozenset[Consumer] = frozenset()
+        self._unheld: frozenset[Consumer] = frozenset()
         self.layers = layers
         self.violations: Counter[str] = Counter()  #: edges violated, e.g. "indexer read index_k before hicache landed"
 
@@ -58,6 +61,7 @@ class Gate:
         with self._lock:
             self._off = frozenset(off)
             self._open_consumers = frozenset(c for c in (guard.consumer for guard in self._off) if c)
+            self._unheld = COPIERS if Guard.HOLD in self._off else frozenset()
             self._changed.notify_all()
 
     def guarded(self, guard: Guard) -> bool:
@@ -77,11 +81,13 @@ class Gate:
         with self._lock:
             return self._ledger.extent(space, pages, pools)
 
-    def free(self, space: str, pages: Iterable[int]) -> int:
+    def free(self, space: str, pages: Iterable[int], *, guarded: bool = True) -> int:
         """See `Ledger.free`: reusable only once every reader and writer is done."""
         with self._lock:
             pages = tuple(pages)
-            reusable = self._ledger.free(space, pages)
+            if not guarded and (loading := self._ledger.loading(space, pages)):
+                self.violations["pages given away under a load"] += loading
+            reusable = self._ledger.free(space, pages, guarded=guarded)
             self.trace.record("free", None, "", ((space, pages),), reusable)
             return reusable
 
@@ -149,7 +155,7 @@ class Gate:
                 self.trace.record("unregistered", room, consumer, tuple(extents))
                 self.violations[f"{consumer.value} reads without being registered"] += 1
                 raise LedgerError(f"consumer {consumer.value} is not registered on this rank")
-            ticket = self._ledger.request(consumer, extents, room=room)
+            ticket = self._ledger.request(consumer, extents, room=room, holds=consumer not in self._unheld)
             self.trace.record("request", room, consumer, ticket.extents, ticket.readable, id(ticket))
             return ticket
 
@@ -275,6 +281,8 @@ class Gate:
             missing = {load.kind.value for load in ticket.loads if load.readable(ticket.consumer) <= layer}
             kinds = "/".join(sorted(missing)) or "its load"
             self.violations[f"{ticket.consumer.value} read {pool} before {kinds} landed"] += 1
+        if not ticket.holds and ticket.state not in ENDED and self._ledger.stale(ticket):
+            self.violations[f"{ticket.consumer.value} read {pool} after its pages were reused"] += 1
 
     def _wake(self, changed: list[Ticket]) -> None:
         if changed:

@@ -29,10 +29,11 @@ class Ticket:
     `readable` is the grant: the first so many layers may be read. `waker`, if set, is called at each change.
     """
 
-    __slots__ = ("consumer", "extents", "left", "loads", "posted", "readable", "room", "state", "waker")
+    __slots__ = ("consumer", "extents", "holds", "left", "loads", "posted", "readable", "room", "state", "waker")
 
-    def __init__(self, consumer: Consumer, room: Any) -> None:
+    def __init__(self, consumer: Consumer, room: Any, holds: bool) -> None:
         self.consumer = consumer
+        self.holds = holds  #: its pages are not reused before it ends; False: a guard is off
         self.room = room
         self.extents: tuple[Extent, ...] = ()
         self.loads: tuple[Load, ...] = ()  #: open loads that fill pages of this ticket
@@ -125,10 +126,11 @@ class Ledger:
         self._check_exist(found, pages)
         return Extent(space, pages, tuple(found.generation[page] for page in pages), names)
 
-    def free(self, space: str, pages: Iterable[int]) -> int:
+    def free(self, space: str, pages: Iterable[int], *, guarded: bool = True) -> int:
         """Gives pages back. Each is reusable once its last reader released it and its load ended (S2, S3).
 
-        Returns how many are reusable at once. Raises LedgerError for a page that is not owned, or named twice.
+        `guarded` False: a guard is off, and neither their load nor who waits for it keeps them. Returns how many are
+        reusable at once. Raises LedgerError for a page that is not owned, or named twice.
         """
         found, pages = self._space(space), tuple(pages)
         self._check_exist(found, pages)
@@ -139,7 +141,21 @@ class Ledger:
                 self._refuse(f"{space} page {page} is freed, but nobody owns it")
         for page in pages:
             found.state[page] = _RETIRING
+            if not guarded:
+                self._forget_load(found, page)
         return sum(self._retire(found, page) for page in pages)
+
+    def loading(self, space: str, pages: Iterable[int]) -> int:
+        """How many of the pages an open load fills."""
+        return sum(self._space(space).load[page] is not None for page in pages)
+
+    def stale(self, ticket: Ticket) -> bool:
+        """A page of the ticket has gone on to somebody else: never, if it holds."""
+        return any(
+            self._spaces[extent.space].generation[page] != generation
+            for extent in ticket.extents
+            for page, generation in zip(extent.pages, extent.generations, strict=True)
+        )
 
     def available(self, space: str) -> int:
         return len(self._space(space).free)
@@ -252,14 +268,14 @@ class Ledger:
 
     # ---- readers -----------------------------------------------------------------------------------
 
-    def request(self, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None) -> Ticket:
+    def request(self, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None, holds: bool = True) -> Ticket:
         """A ticket on the extents: granted at once if all landed, else pending behind the loads that fill them.
 
         Raises LedgerError if a page is not owned at the named generation, a pool of it neither holds nor awaits
         bytes (S7: a group is used whole or not at all), or it lies where the consumer does not read: only `load`
         reads from the host.
         """
-        ticket = Ticket(consumer, room)
+        ticket = Ticket(consumer, room, holds)
         self._join(ticket, extents)
         self.tickets += 1
         tickets = self._by_room.get(room)
@@ -292,7 +308,8 @@ class Ledger:
                 kept.append(extent)
                 continue
             stay = [i for i, page in enumerate(extent.pages) if page not in gone]
-            self._leave(found, [page for page in extent.pages if page in gone])
+            if ticket.holds:
+                self._leave(found, [page for page in extent.pages if page in gone])
             if stay:
                 pages_kept = tuple(extent.pages[i] for i in stay)
                 kept.append(extent._replace(pages=pages_kept, generations=tuple(extent.generations[i] for i in stay)))
@@ -438,10 +455,8 @@ class Ledger:
                         loads = (*loads, load)
                 if mask & ~covered:
                     self._refuse(f"{name} page {page}: not every asked pool is filled or loading")
-        for name, pages, _, _ in extents:
-            readers = self._spaces[name].readers
-            for page in pages:
-                readers[page] += 1
+        if ticket.holds:
+            self._hold(extents)
         ticket.extents += tuple(extents)
         if loads:
             ticket.loads = loads
@@ -479,8 +494,7 @@ class Ledger:
     def _drop(self, ticket: Ticket, state: TicketState) -> None:
         ticket.state = state
         ticket.readable = 0
-        for name, pages, _, _ in ticket.extents:
-            self._leave(self._spaces[name], pages)
+        self._let_go(ticket)
         for load in ticket.loads:
             load.waiters.discard(ticket)
         ticket.loads = ()
@@ -489,6 +503,24 @@ class Ledger:
         if not tickets:
             del self._by_room[ticket.room]
         self.tickets -= 1
+
+    def _hold(self, extents: Sequence[Extent]) -> None:
+        for name, pages, _, _ in extents:
+            readers = self._spaces[name].readers
+            for page in pages:
+                readers[page] += 1
+
+    def _let_go(self, ticket: Ticket) -> None:
+        if ticket.holds:
+            ticket.holds = False
+            for name, pages, _, _ in ticket.extents:
+                self._leave(self._spaces[name], pages)
+
+    def _forget_load(self, space: _Space, page: int) -> None:
+        load, space.load[page] = space.load[page], None
+        if load is not None:
+            for ticket in load.waiters:
+                self._let_go(ticket)
 
     def _leave(self, space: _Space, pages: Iterable[int]) -> None:
         readers, state = space.readers, space.state

@@ -52,6 +52,9 @@ class Guard(Enum):
     LOAD = "load_ticket"
     QUIESCE = "quiesce"  #: pages of an aborted room are freed only when the writer is quiet
     AGREEMENT = "rank_agreement"  #: ranks act on what all of them know
+    HOLD = "copy_hold"  #: what a backup or a load copies is not reused before it is copied
+    FOLD = "fold"  #: slots that a load fills are not folded away when their page is published again
+    GROUPS = "whole_groups"  #: a prefix ends where a member pool does not cover its span (S7)
     VERDICT = "verdict"  #: a digest mismatch stops the room; off: it is counted and reported, and the room goes on
 
     @property

@@ -6,13 +6,18 @@ Allocations, evictions, admissions and aborts use only values that went through 
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from datetime import timedelta
 from pathlib import Path
 from typing import Protocol
 
 import torch
 from torch import distributed
+
+
+class PartedError(RuntimeError):
+    """The ranks are not in the same collective; who waits for the others would do so for ever."""
 
 
 class Agreement(Protocol):
@@ -48,7 +53,7 @@ class Alone:
 class Gloo:
     """Ranks on one host over torch.distributed; they meet in a file named after the engine's launch.
 
-    A rank that does not arrive within `timeout` seconds fails the call on all others: the engine ends.
+    A rank that does not arrive within `timeout` seconds fails the call on all others (PartedError): the engine ends.
     """
 
     def __init__(self, meeting: Path, rank: int, ranks: int, timeout: float) -> None:
@@ -61,21 +66,33 @@ class Gloo:
 
     def tell(self, message: bytes) -> bytes:
         length = torch.tensor([len(message)])
-        distributed.broadcast(length, 0)
+        with _together():
+            distributed.broadcast(length, 0)
         size = int(length.item())
         if not size:
             return b""
         data = torch.frombuffer(bytearray(message.ljust(size, b"\0")[:size]), dtype=torch.uint8)
-        distributed.broadcast(data, 0)
+        with _together():
+            distributed.broadcast(data, 0)
         return bytes(data.numpy().tobytes())
 
     def least(self, values: Sequence[int]) -> list[int]:
         agreed = torch.tensor(list(values), dtype=torch.int64)
-        distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)
+        with _together():
+            distributed.all_reduce(agreed, op=distributed.ReduceOp.MIN)
         return [int(value) for value in agreed.tolist()]
 
     def gather(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
         mine = torch.stack(parts)
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
-        distributed.all_gather(everyone, mine)
+        with _together():
+            distributed.all_gather(everyone, mine)
         return [part for rank in everyone for part in rank.unbind()]
+
+
+@contextmanager
+def _together() -> Iterator[None]:
+    try:
+        yield
+    except RuntimeError as error:  # what torch raises for gloo: a time-out, a closed connection, another size
+        raise PartedError(f"the ranks did not meet: {error}") from error

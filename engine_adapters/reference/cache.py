@@ -12,7 +12,7 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.types import Extent
+from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.facts import Budget
 from dsv4ctl.engine_adapters.reference.geometry import SPACES
@@ -36,9 +36,6 @@ class Node:
     used_at: int = 0
     alive: bool = True
 
-    def reachable(self, space: str) -> bool:
-        return space in self.device or space in self.host
-
 
 class PrefixCache:
     def __init__(self, gate: Gate, page_tokens: int) -> None:
@@ -46,6 +43,7 @@ class PrefixCache:
         self._page_tokens = page_tokens
         self._root = Node(None, b"", -1, PageDigests())
         self._tick = 0
+        self._pools = {space: gate.extent(space, ()).pools for space in SPACES}
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())
@@ -60,13 +58,19 @@ class PrefixCache:
         node = self._root
         for logical in range((len(ids) - 1) // self._page_tokens):
             found = node.children.get(self.page_key(ids, logical))
-            if found is None or not found.reachable("full"):
+            if found is None or not self._covers(found, "full"):
                 break
             path.append(found)
             node = found
-        while path and not all(path[-1].reachable(space) for space in SPACES):
+        while path and not all(self._covers(path[-1], space) for space in SPACES):
             path.pop()
         return path
+
+    def _covers(self, node: Node, space: str) -> bool:
+        """Every pool of the space is there (S7): the host may keep less than the device had."""
+        if space in node.device or space not in node.host:
+            return space in node.device
+        return node.host[space].pools == self._pools[space] or not self._gate.guarded(Guard.GROUPS)
 
     def page_key(self, ids: Sequence[int], logical: int) -> bytes:
         at = logical * self._page_tokens
@@ -88,14 +92,18 @@ class PrefixCache:
     ) -> tuple[Node, bool]:
         """Publishes a sealed page below `parent` (None: the root). Returns its node, and whether it took the pages.
 
-        A page that is on the device already keeps what it has; the caller keeps its own until it ends.
+        A page that is on the device already keeps what it has, a loading one too; the caller keeps its own until it
+        ends.
         """
         above = self._root if parent is None else parent
         node = above.children.get(key)
         if node is None:
             node = above.children[key] = Node(parent, key, above.logical + 1, digests)
         if node.device:
-            return node, False
+            if self._gate.guarded(Guard.FOLD):
+                return node, False
+            for extent in node.device.values():  # what an engine does that keeps one copy of two, whoever fills it
+                self._gate.free(extent.space, extent.pages, guarded=False)
         node.device = dict(device)
         return node, True
 

@@ -51,6 +51,7 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.requests import BusyError, Request, RequestRefusedError
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
+from dsv4ctl.engine_adapters.reference.staged import Fault, Staged
 from dsv4ctl.engine_adapters.reference.step import StepLoop
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
 from dsv4ctl.policies.registry import load as load_policy
@@ -93,6 +94,12 @@ class Engine:
         self._loops: dict[str, LoopStatus] = {}
         self._role = Role(options.role)
         reference = options.reference
+        last = launch.rank == options.ranks - 1
+        self._staged = Staged(
+            Fault(reference.fault) if reference.fault and last else None,
+            abort=lambda key: self._agent.abort(key, AbortSource.ADMIN, "this rank alone was told so"),
+            lose_link=lambda: self._link_lost("this rank alone sees it"),
+        )
         self.geometry = ModelGeometry(
             heads=max(ModelGeometry().heads, options.ranks),
             index_k_dtype=reference.index_k_dtype,
@@ -157,6 +164,7 @@ class Engine:
             log=self._log,
             host=self._options.host,
             port=self._options.bootstrap_port,
+            make_transport=self._staged.transport,
         )
 
     def _make_hicache(self, host_pages: dict[str, int]) -> HiCache:
@@ -164,7 +172,7 @@ class Engine:
         if gbps is None:
             gbps = paced_gbps(self.geometry, layer_seconds(self._model))
         self.h2d_gbps = gbps
-        return HiCache(
+        return self._staged.hicache(
             self.gate,
             self._pools,
             HostPools(self.geometry, host_pages),
@@ -273,10 +281,12 @@ class Engine:
 
     def _run_loop(self) -> None:
         try:
-            self._loop.run()
+            stopped = self._loop.run()
         except BaseException:
             self._died("step", traceback.format_exc())
             raise
+        if not stopped:
+            self._end("a rank has lost its link")
 
     def _died(self, name: str, why: str) -> None:
         """A thread of the engine is gone: say so, then stop serving (S8)."""
@@ -308,7 +318,10 @@ class Engine:
 
     def _link_lost(self, why: str) -> None:
         self._log("link.lost", "warning", error=why)
-        self._end(f"link lost: {why}")
+        if self._options.ranks == 1:
+            self._end(f"link lost: {why}")
+        else:
+            self._loop.lose_link()
 
     def _count(self, name: str, number: int) -> None:
         self._agent.counters[name] += number
@@ -316,7 +329,7 @@ class Engine:
     # ---- Hooks ---------------------------------------------------------------------------------------
 
     def opened(self, opening: OpenRoom) -> None:
-        self._openings[opening.key] = opening
+        self._openings[opening.key] = self._staged.opening(opening)
         if self._transfer is not None:
             self._transfer.opened(opening)
 
@@ -400,7 +413,7 @@ class Engine:
             submission.ignore_eos,
             submission.bootstrap_host,
             submission.bootstrap_port,
-            emit=lambda output: None,
+            emit=self._staged.emit(submission.opening.key, submission.opening.request_id),
         )
         try:
             return self._register(request)

@@ -25,6 +25,8 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, back
 
 #: Prefix pages whose load of one layer takes as long as computing one layer of a chunk (`paced_gbps`).
 LOAD_PAGES = 8
+#: Of a counter: layers of loads in which a pool's bytes were not those that were sealed.
+MISMATCH = "load differs: "
 #: Pages copied between two waits of the paced link.
 _GROUP_PAGES = 4
 
@@ -137,6 +139,10 @@ class HiCache:
         """Queues the loads of one step as one merged load: layer by layer over all of them."""
         self._loads.put(jobs)
 
+    def keeps(self, space: str, page: int, pools: frozenset[str]) -> frozenset[str]:
+        """Which of `pools` the host has memory for at this page."""
+        return pools
+
     def back_up(self, job: BackupJob) -> None:
         self._backups.put(job)
 
@@ -174,6 +180,8 @@ class HiCache:
             stale = self._mismatches(piece, layer) if self._verify else []
             if stale:
                 self._count("digest_mismatches", len(stale))
+                for pool in stale:
+                    self._count(f"{MISMATCH}{pool}", 1)
                 if self._gate.guarded(Guard.VERDICT):
                     return self._fail(job, f"digest mismatch in {', '.join(stale)} layer {layer} of a hicache load")
             self._gate.layer_verified(piece.load, layer + 1)
@@ -216,9 +224,7 @@ class HiCache:
         try:
             for layer in range(self._layers):
                 self._gate.read(job.ticket, "*", layer)
-                for piece in job.pieces:
-                    self._save(piece, layer)
-                    self._gate.layer_landed(piece.load, layer + 1)
+                self._back_up_layer(job, layer)
         except TicketRevokedError as error:
             for piece in job.pieces:
                 self._gate.fail_load(piece.load, str(error))
@@ -226,7 +232,12 @@ class HiCache:
             self._gate.end_load(piece.load)
         self._gate.leave(job.ticket)
 
+    def _back_up_layer(self, job: BackupJob, layer: int) -> None:
+        for piece in job.pieces:
+            self._save(piece, layer)
+            self._gate.layer_landed(piece.load, layer + 1)
+
     def _save(self, piece: Piece, layer: int) -> None:
         for pool, spec in self._device.specs.items():
-            if spec.space == piece.device.space and layer in spec.model_layers:
+            if pool in piece.host.pools and spec.space == piece.device.space and layer in spec.model_layers:
                 backup_pages(self._device, self._host, pool, layer, piece.device.pages, piece.host.pages)

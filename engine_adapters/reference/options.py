@@ -25,6 +25,7 @@ class ReferenceOptions(msgspec.Struct, frozen=True):
     seed: int
     device: Literal["cpu", "cuda"]
     collective_timeout: float
+    fault: str | None
 
 
 class EngineOptions(msgspec.Struct, frozen=True):

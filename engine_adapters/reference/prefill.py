@@ -267,7 +267,8 @@ class Prefill:
         ticket = self._gate.request(Consumer.BACKUP, list(node.device.values()))
         pieces = []
         for space, extent in node.device.items():
-            target = self._gate.extent(HOST + space, pages[HOST + space])
+            (page,) = pages[HOST + space]
+            target = self._gate.extent(HOST + space, (page,), self._hicache.keeps(space, page, extent.pools))
             load = self._gate.open_load(LoadKind.BACKUP, [target])
             (node.host[space],) = load.extents
             pieces.append(Piece(load, node.host[space], extent, (node,)))
@@ -294,6 +295,7 @@ class Prefill:
 
 
 def _merged(extents: list[Extent]) -> Extent:
-    """One extent over all pages, in order; all are of one space and name the same pools."""
+    """One extent over all pages, in order, with the pools that all of them name; all are of one space."""
     pages = tuple(page for extent in extents for page in extent.pages)
-    return extents[0]._replace(pages=pages, generations=tuple(g for e in extents for g in e.generations))
+    pools = frozenset.intersection(*(extent.pools for extent in extents))
+    return Extent(extents[0].space, pages, tuple(g for e in extents for g in e.generations), pools)

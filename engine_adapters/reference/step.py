@@ -74,6 +74,7 @@ class StepLoop:
         self._woken = False
         self._stopping = False
         self._over = False
+        self._link_lost = False
         self._submitted: deque[Sequence] = deque()
         self._flush = False
         self._spaces = tuple(self._gate.spaces())
@@ -104,6 +105,11 @@ class StepLoop:
         self._flush = True
         self.wake()
 
+    def lose_link(self) -> None:
+        """This rank is out of the control plane's reach: every rank ends its loop after the next round."""
+        self._link_lost = True
+        self.wake()
+
     def stop(self) -> None:
         """Rank 0 only: every rank ends its loop after the next round."""
         self._stopping = True
@@ -123,16 +129,21 @@ class StepLoop:
 
     # ---- the loop ------------------------------------------------------------------------------------
 
-    def run(self) -> None:
-        """Until `stop`. Anything raised here is a defect: the caller reports it and ends the engine."""
+    def run(self) -> bool:
+        """Until `stop` (True), or until a rank has lost its link. What is raised here is a defect: the caller
+        reports it and ends the engine."""
         with torch.inference_mode():
             while not self._over:
                 self._wait()
                 budget = self._round()
+                if budget is None:
+                    self._agreement.least([0])  # no rank ends while another waits for it in a step
+                    return False
                 self._grow(budget)
                 self._admit(budget)
                 if running := self._running():
                     self._step(running, budget)
+        return True
 
     def _wait(self) -> None:
         """Rank 0 waits for something to do; the others wait for rank 0, in the round."""
@@ -152,14 +163,20 @@ class StepLoop:
 
     # ---- rounds --------------------------------------------------------------------------------------
 
-    def _round(self) -> Budget:
-        """Every rank learns what is new, and applies to each sequence what all ranks know of it."""
+    def _round(self) -> Budget | None:
+        """Every rank learns what is new, and applies to each sequence what all ranks know of it.
+
+        None: some rank has lost its link.
+        """
         self.rounds += 1
         self._take_orders()
         sequences, loading = list(self.rooms.values()), list(self._loading)
+        linked = int(not self._link_lost)
         pages = [self._gate.room_in(space) for space in self._spaces]
-        mine = flatten([*pages, *map(self._known, sequences), tuple(job.state for job in loading)])
+        mine = flatten([(linked,), *pages, *map(self._known, sequences), tuple(job.state for job in loading)])
         agreed = iter(self._least(mine))
+        if not next(agreed):
+            return None
         budget = Budget(self._spaces, [Space(next(agreed), next(agreed)) for _ in pages])
         for sequence in sequences:
             self._apply(sequence, Known(*(next(agreed) for _ in Known._fields)))
