@@ -22,17 +22,23 @@ from dsv4ctl.controlplane.incident.workload import FULL_WORK, QUICK_WORK
     "incident",
     epilog="""
 Exit code 0: no guarded row was corrupted, stuck or failed, and each of the indexer, attention and sender rows that
-ran showed damage. 1: not so, or the experiment could not be run.
+ran showed damage, and no rank row without agreement got through. 1: not so, or the experiment could not be run.
 
 \b
 Examples:
   dsv4ctl incident --quick
   dsv4ctl incident --json > table.json
   dsv4ctl incident --only sender-off,pd-bf16-hicache-on-guards-on
+  dsv4ctl incident --quick --only ranks
 """,
 )
 @click.option("--quick", is_flag=True, help="Six rows on one pair, 16 sessions, under a minute.")
-@click.option("--only", metavar="ROW[,ROW]", default="", help="Only these rows. A wrong name lists those there are.")
+@click.option(
+    "--only",
+    metavar="ROW[,ROW]",
+    default="",
+    help="Only these rows, or groups of them: ranks, groups, storms. A wrong name lists those there are.",
+)
 @click.option("--seed", type=click.IntRange(min=0), default=0, show_default=True, help="Of the conversations.")
 @click.option(
     "--sessions",

@@ -80,6 +80,7 @@ class RowResult(msgspec.Struct, kw_only=True):
     """
 
     name: str
+    group: str
     index_k: str
     hicache: bool
     topology: str
@@ -125,6 +126,7 @@ def evaluate(row: Row, sessions: int, expected: Mapping[tuple[int, int], Expecte
     cached = sum(_detail(one, measured.rooms).get("cached_tokens") or 0 for one in answered)
     result = RowResult(
         name=row.name,
+        group=row.group,
         index_k=row.deployment.index_k,
         hicache=row.deployment.hicache,
         topology=row.deployment.topology,
@@ -246,7 +248,7 @@ _SHOWN = 0.05
 
 def comparisons(results: Iterable[RowResult]) -> list[Comparison]:
     """bf16 against fp8, and PD against one server, wherever both rows ran and nothing else differs."""
-    table = {(r.index_k, r.hicache, r.topology, r.guards): r for r in results if not r.waves}
+    table = {(r.index_k, r.hicache, r.topology, r.guards): r for r in results if not r.waves and not r.group}
     found = []
     for (index_k, hicache, topology, guards), left in table.items():
         cache = f"HiCache {'on' if hicache else 'off'}, {'guards on' if guards == 'on' else f'{guards} off'}"

@@ -126,7 +126,7 @@ def group_rows() -> tuple[Row, ...]:
         Row("whole_groups-off", short, Guard.GROUPS.value, must_damage=True, group="groups"),
         Row("slow-backup-on", slow, group="groups"),
         Row("backup-reused", slow, Guard.HOLD.value, group="groups"),
-        Row("load-before-backup", slow, Guard.LOAD.value, must_damage=True, group="groups"),
+        Row("load-before-backup", slow, Guard.LOAD.value, group="groups"),
         Row("cramped-on", cramped, waves=True, group="groups"),
         Row("host-evicted-under-load", cramped, Guard.HOLD.value, waves=True, group="groups"),
         Row("fold-off", cramped, Guard.FOLD.value, waves=True, group="groups"),

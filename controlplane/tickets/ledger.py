@@ -139,10 +139,10 @@ class Ledger:
         for page in pages:
             if found.state[page] != _OWNED:
                 self._refuse(f"{space} page {page} is freed, but nobody owns it")
+        for page in () if guarded else pages:
+            self._forget_load(found, page)
         for page in pages:
             found.state[page] = _RETIRING
-            if not guarded:
-                self._forget_load(found, page)
         return sum(self._retire(found, page) for page in pages)
 
     def loading(self, space: str, pages: Iterable[int]) -> int:

@@ -43,7 +43,7 @@ class PrefixCache:
         self._page_tokens = page_tokens
         self._root = Node(None, b"", -1, PageDigests())
         self._tick = 0
-        self._pools = {space: gate.extent(space, ()).pools for space in SPACES}
+        self._pools: dict[str, frozenset[str]] = {space: gate.extent(space, ()).pools for space in SPACES}
 
     def nodes(self) -> Iterator[Node]:
         stack = list(self._root.children.values())

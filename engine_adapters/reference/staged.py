@@ -25,10 +25,10 @@ from dsv4ctl.engine_adapters.reference.requests import Output, Token
 _TOKENS = 2
 #: A fast clock runs ahead of the others by this factor.
 _AHEAD = 1e6
-#: One backup in so many begins late, and so many at most at a time hold device pages until then.
+#: One backup in so many begins late, and so many at most at a time wait to: until a load wants what they are to copy.
 _SLOW, _AT_MOST = 3, 3
-#: Seconds between two looks, and from the load that wants the copy to its begin.
-_LOOK, _LATE = 0.002, 0.2
+#: Seconds: between two looks; that a page which left the device waits to be wanted; from then to the backup's begin.
+_LOOK, _SLOWEST, _LATE = 0.002, 1.5, 0.2
 #: The write of a life whose end nobody learns.
 _POISONED = 60
 
@@ -145,7 +145,10 @@ class _SlowBackup(HiCache):
 
     def _late(self, job: BackupJob) -> None:
         (node,) = job.pieces[0].nodes
-        while node.alive and node not in self._wanted:
+        while node.alive and node.device:
+            time.sleep(_LOOK)
+        give_up = time.monotonic() + _SLOWEST
+        while node.alive and node not in self._wanted and time.monotonic() < give_up:
             time.sleep(_LOOK)
         time.sleep(_LATE)
         super()._back_up(job)

@@ -10,8 +10,8 @@ import anyio
 import pytest
 
 from dsv4ctl.controlplane.incident import drive
-from dsv4ctl.controlplane.incident.deployment import RequestFailedError, Running, edges
-from dsv4ctl.controlplane.incident.rows import quick_rows
+from dsv4ctl.controlplane.incident.deployment import VIOLATION, RequestFailedError, Running, since
+from dsv4ctl.controlplane.incident.rows import quick_rows, rank_rows
 from dsv4ctl.controlplane.incident.workload import Turn
 
 ON, *_, QUIESCE, _ = quick_rows()
@@ -22,8 +22,8 @@ pytestmark = pytest.mark.asyncio
 class Played:
     """Answers as soon as every other request of the round is there; what is held is answered when it is let go."""
 
-    def __init__(self, held: Sequence[str] = (), refused: Sequence[str] = ()) -> None:
-        self.held, self.refused = set(held), set(refused)
+    def __init__(self, held: Sequence[str] = (), refused: Sequence[str] = (), gone: Sequence[str] = ()) -> None:
+        self.held, self.refused, self.gone = set(held), set(refused), set(gone)
         self.calls: list[str] = []
         self.in_flight: Counter[str] = Counter()
         self.most = 0
@@ -31,6 +31,8 @@ class Played:
     async def generate(self, prompt: Sequence[int], new_tokens: int, request_id: str) -> tuple[list[int], str]:
         if request_id in self.refused:
             raise RequestFailedError("502: broken", "13.1")
+        if request_id in self.gone:
+            raise RequestFailedError("502: the engine ended", None, engine_gone=True)
         self.in_flight[request_id] += 1
         self.most = max(self.most, self.in_flight.total())
         try:
@@ -48,6 +50,9 @@ class Played:
 
     async def idle(self) -> list[str]:
         return []
+
+    async def ready(self) -> None:
+        self.calls.append("ready")
 
     async def set_guards(self, off: Sequence[str]) -> None:
         self.calls.append(f"guards {','.join(off)}")
@@ -69,7 +74,7 @@ async def run(played: Played, row: Any, victims: frozenset[int] = frozenset()) -
 async def test_a_row_switches_guards_then_flushes_then_asks_each_round_at_once() -> None:
     played = Played()
     measured = await run(played, QUIESCE._replace(waves=False))
-    assert played.calls == ["guards quiesce,verdict", "flush", "infos", "infos"]
+    assert played.calls == ["ready", "guards quiesce,verdict", "flush", "infos", "infos"]
     assert played.most == 4
     assert sorted((one.session, one.round) for one in measured.asked) == sorted(TURNS)
     assert all(one.output_ids == (one.session, one.round) for one in measured.asked)
@@ -104,7 +109,26 @@ async def test_a_request_that_never_ends_is_stuck(monkeypatch: pytest.MonkeyPatc
     assert (stuck.session, stuck.round, stuck.error) == (0, 0, None)
 
 
+async def test_a_request_that_a_staged_fault_ended_is_asked_again_once_the_engine_is_there() -> None:
+    row = next(row for row in rank_rows() if row.name == "abort-agreed")
+    played = Played(refused=["incident-0-0!abort", "incident-2-1!abort"])
+    measured = await run(played, row)
+    assert all(one.error is None for one in measured.asked)
+    assert measured.aborts == 2
+    assert played.calls.count("ready") == 3
+    assert not any(call.startswith("guards") for call in played.calls), "they are off, or on, from the start"
+
+
+async def test_what_was_under_way_when_the_ranks_parted_is_stuck() -> None:
+    row = next(row for row in rank_rows() if row.name == "abort-alone")
+    played = Played(gone=["incident-0-0!abort", "incident-1-0"])
+    measured = await run(played, row)
+    stuck = {(one.session, one.round) for one in measured.asked if one.output_ids is None and one.error is None}
+    assert stuck == {(0, 0), (1, 0)}
+    assert {one.round for one in measured.asked} == {0}, "the engine is gone: no further round"
+
+
 async def test_edges_are_counted_between_two_looks() -> None:
     before = {"violation: a": 3, "violation: b": 1, "tokens_out": 5}
     after = {"violation: a": 5, "violation: b": 1, "violation: c": 2, "tokens_out": 9}
-    assert edges(before, after) == {"a": 2, "c": 2}
+    assert since(before, after, VIOLATION) == {"a": 2, "c": 2}

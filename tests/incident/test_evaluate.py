@@ -11,6 +11,7 @@ from dsv4ctl.controlplane.incident.evaluate import (
     Expected,
     Measured,
     RowResult,
+    Stormed,
     comparisons,
     evaluate,
     fisher,
@@ -95,6 +96,24 @@ def test_not_provoked_says_in_how_many_tries_and_which_edge_was_violated() -> No
 def test_a_row_that_must_show_damage_needs_wrong_answers_and_digests(seen: dict[str, Any]) -> None:
     result = row(INDEXER, [asked(0, **seen)])
     assert problems([(INDEXER, result)]) == ["indexer-off: indexer_ticket off showed no damage in 1 requests"]
+
+
+def test_what_a_load_brought_wrong_is_damage_and_counted_by_its_layers() -> None:
+    groups = Row("whole_groups-off", THERE, "whole_groups", must_damage=True, group="groups")
+    result = row(groups, [asked(0, output=(9, 9, 9))], loads_differ={"index_k": 3})
+    assert result.verdict == "damage: 1 of 4 conversations wrong; digests name none; in loads index_k:3"
+    assert problems([(groups, result)]) == []
+
+
+def test_a_rank_row_must_stick_and_a_storm_must_give_its_pages_back() -> None:
+    alone = Row("abort-alone", THERE, "rank_agreement", must_stick=True, fault="abort", group="ranks")
+    assert problems([(alone, row(alone, [asked(0, output=None)]))]) == []
+    (problem,) = problems([(alone, row(alone, [asked(0)]))])
+    assert problem == "abort-alone: rank_agreement off, and nothing was stuck in 1 requests"
+    storm = Row("all-on", THERE, storm="all", group="storms")
+    result = row(storm, [asked(0)], stormed=Stormed(80, 80, 1, 0.5, 3))
+    assert (result.aborts, result.failed) == (80, 1)
+    assert problems([(storm, result)]) == ["all-on: guards on, and yet 1 failed, 3 pages left"]
 
 
 def test_rows_that_differ_in_one_thing_are_compared() -> None:

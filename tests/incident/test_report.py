@@ -11,13 +11,12 @@ import pytest
 
 from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import load
-from dsv4ctl.controlplane.incident.command import QUICK_SESSIONS
 from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS, device_pages, toml
 from dsv4ctl.controlplane.incident.evaluate import Asked, Expected, Measured, evaluate
 from dsv4ctl.controlplane.incident.progress import Progress, bar
 from dsv4ctl.controlplane.incident.report import Pacing, Report, as_json, as_text
 from dsv4ctl.controlplane.incident.rows import THERE, by_deployment, full_rows, quick_rows
-from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, QUICK_SIZE, Size
+from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, QUICK_WORK, Size
 
 COST = {
     "on_to_off_landed": 0.97,
@@ -90,14 +89,17 @@ def test_every_deployment_s_file_is_a_valid_configuration(deployment: Any, tmp_p
     roles = {engine.role: engine for engine in config.engines}
     assert set(roles) == ({"prefill", "decode"} if deployment.topology == "pd" else {"single"})
     assert config.unsafe.runtime
-    assert not config.unsafe.off
+    assert config.unsafe.off == (["rank_agreement"] if deployment.setting == "ranks-alone" else [])
     for engine in config.engines:
         assert engine.hicache.enabled is (deployment.hicache and engine.role != "decode")
         assert engine.reference.index_k_dtype == deployment.index_k
         assert engine.reference.seed == 5
+        assert engine.ranks == (2 if deployment.setting.startswith("ranks") else 1)
 
 
-@pytest.mark.parametrize(("size", "sessions"), [(Size(), MIN_SESSIONS), (Size(), 64), (QUICK_SIZE, QUICK_SESSIONS)])
+@pytest.mark.parametrize(
+    ("size", "sessions"), [(Size(), MIN_SESSIONS), (Size(), 64), (QUICK_WORK[""].size, QUICK_WORK[""].sessions)]
+)
 def test_the_device_holds_every_request_and_not_every_prefix(size: Size, sessions: int) -> None:
     longest = size.prefix_pages * PAGE_TOKENS + size.rounds * (size.turn_tokens[1] + size.new_tokens)
     turns = size.rounds * size.turn_tokens[0] // PAGE_TOKENS

@@ -460,3 +460,30 @@ def test_every_live_ticket_is_reported(ledger: Ledger) -> None:
         ledger.release(ticket)
     assert ledger.live() == []
     assert ledger.tickets == 0
+
+
+# ---- guards that experiments switch off -----------------------------------------------------------------
+
+
+def test_a_reader_that_does_not_hold_keeps_nobody_from_its_pages(ledger: Ledger) -> None:
+    extent = filled(ledger)
+    ticket = ledger.request(Consumer.BACKUP, [extent], holds=False)
+    assert ledger.free("full", extent.pages) == 1
+    assert not ledger.stale(ticket)
+    assert ledger.allocate({"full": 8}) is not None
+    assert ledger.stale(ticket)
+    ledger.release(ticket)
+    assert ledger.free("full", extent.pages) == 1, "its end takes no other reader's place"
+
+
+def test_pages_given_away_under_a_load_are_another_s_at_once(ledger: Ledger) -> None:
+    load, extent = loading(ledger, 2)
+    ticket = ledger.request(READER, [extent])
+    assert ledger.loading("full", extent.pages) == 2
+    assert ledger.free("full", extent.pages, guarded=False) == 2
+    assert ledger.allocate({"full": 8}) is not None
+    ledger.layer_landed(load, LAYERS)
+    ledger.end_load(load)
+    assert (ticket.state, ledger.stale(ticket)) == (GRANTED, True)
+    ledger.release(ticket)
+    assert ledger.counts()["owned"]["full"] == 8
