@@ -1,7 +1,9 @@
-"""Integrity: whether page digests are compared, and what waits for the verdict."""
+"""Integrity: whether a room's landed pages are compared with their digests, and what waits for the verdict."""
 
 from __future__ import annotations
 
+import hashlib
+import math
 from collections.abc import Callable
 from enum import Enum
 from typing import Protocol
@@ -14,13 +16,21 @@ class OnMismatch(Enum):
     ERROR = "error"  #: an error event to the client
 
 
+class Verdict(Enum):
+    """What waits until a room's landed pages were found to be those that were sealed."""
+
+    NONE = "none"  #: nothing: they are not compared
+    BEFORE_READ = "before_read"  #: every read but the `checksum` consumer's own
+    BEFORE_OUTPUT = "before_output"  #: every token to the client
+
+
 class Integrity(Protocol):
     def compares_digests(self) -> bool:
-        """Whether what landed is checked against the digests that came with it."""
+        """Whether any room has a verdict. An engine that cannot tell rooms apart checks all, before the first read."""
         ...
 
-    def verdict_before_first_read(self) -> bool:
-        """Whether only `checksum` may read a landed room until its verdict is in."""
+    def verdict(self, room: int) -> Verdict:
+        """From the room's number alone, so that both sides and all ranks agree."""
         ...
 
 
@@ -30,8 +40,43 @@ class Read:
     def compares_digests(self) -> bool:
         return True
 
-    def verdict_before_first_read(self) -> bool:
+    def verdict(self, room: int) -> Verdict:
+        return Verdict.BEFORE_READ
+
+
+class Emit:
+    """Decoding begins at once; its output is held until the verdict."""
+
+    def compares_digests(self) -> bool:
         return True
+
+    def verdict(self, room: int) -> Verdict:
+        return Verdict.BEFORE_OUTPUT
+
+
+class Sample:
+    """As `read`, for this share of the rooms."""
+
+    def __init__(self, share: float) -> None:
+        self._bound = share * 2**64
+
+    @staticmethod
+    def parameter(text: str) -> float:
+        """The share, above 0 and at most 1. Raises ValueError."""
+        try:
+            share = float(text)
+        except ValueError:
+            share = math.nan
+        if not 0 < share <= 1:
+            raise ValueError(f"expected a share of the rooms above 0 and at most 1, as in sample:0.1, found {text!r}")
+        return share
+
+    def compares_digests(self) -> bool:
+        return True
+
+    def verdict(self, room: int) -> Verdict:
+        hashed = hashlib.blake2b(room.to_bytes(8, "little"), digest_size=8).digest()
+        return Verdict.BEFORE_READ if int.from_bytes(hashed, "little") < self._bound else Verdict.NONE
 
 
 class Off:
@@ -40,8 +85,8 @@ class Off:
     def compares_digests(self) -> bool:
         return False
 
-    def verdict_before_first_read(self) -> bool:
-        return False
+    def verdict(self, room: int) -> Verdict:
+        return Verdict.NONE
 
 
 def on_mismatch(*, bytes_to_client: int, attempts: int) -> OnMismatch:
@@ -52,4 +97,4 @@ def on_mismatch(*, bytes_to_client: int, attempts: int) -> OnMismatch:
 
 
 Factory = Callable[[], Integrity]
-POLICIES: dict[str, Factory] = {"read": Read, "off": Off}
+POLICIES: dict[str, Callable[..., Integrity]] = {"read": Read, "emit": Emit, "sample": Sample, "off": Off}

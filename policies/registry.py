@@ -2,13 +2,14 @@
 
 A module of this package that is named in `KINDS` holds `POLICIES`: name -> class. A third party adds a name
 by an entry point in the group `dsv4ctl.policies.<kind>`; its class takes the arguments of the kind's
-`Factory`.
+`Factory`. A class with a `parameter(text)` is named with one, as in `sample:0.1`, and takes what that gives first.
 """
 
 from __future__ import annotations
 
 import difflib
 from collections.abc import Mapping
+from functools import partial
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import Any, Literal, get_args, overload
@@ -41,11 +42,25 @@ def load(kind: Literal["routing"], name: str) -> routing.Factory: ...
 
 
 def load(kind: Kind, name: str) -> Any:
-    """The class called `name` among the policies of `kind`; calling it gives the policy.
+    """The class called `name` among the policies of `kind`, with its parameter if it has one; called, it is the policy.
 
-    Raises PolicyError for an unknown kind or name (naming the nearest valid ones), for a name that is taken
-    twice, and for an entry point that does not import.
+    Raises PolicyError for an unknown kind or name (naming the nearest valid ones), for a name that is taken twice, for
+    an entry point that does not import, and for a parameter that is missing, wrong, or not taken.
     """
+    name, colon, text = name.partition(":")
+    found = _find(kind, name)
+    read = getattr(found, "parameter", None)
+    if read is None and colon:
+        raise PolicyError(f"{kind} policy {name!r} takes no parameter, found {name + colon + text!r}")
+    if read is None:
+        return found
+    try:
+        return partial(found, read(text))
+    except ValueError as error:
+        raise PolicyError(f"{kind} policy {name!r}: {error}") from error
+
+
+def _find(kind: Kind, name: str) -> Any:
     builtin, added = _builtin(kind), _added(kind)
     if len(added.get(name, ())) + (name in builtin) > 1:
         takers = ", ".join(sorted(entry.value for entry in added[name]))

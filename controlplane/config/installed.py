@@ -6,6 +6,7 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from typing import cast
 
 import msgspec
 
@@ -24,6 +25,7 @@ def facts() -> Facts:
         memory_bytes=os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES"),
         adapters=adapter_names(),
         policies=registry.names,
+        policy_problem=policy_problem,
         host_page_bytes=host_page_bytes,
     )
 
@@ -33,6 +35,14 @@ def adapter_names() -> list[str]:
     spec = find_spec(ADAPTERS)
     folders = spec.submodule_search_locations if spec else None
     return sorted({path.parent.name for folder in folders or () for path in Path(folder).glob("*/__init__.py")})
+
+
+def policy_problem(kind: str, name: str) -> str | None:
+    try:
+        registry.load(cast(registry.Kind, kind), name)
+    except registry.PolicyError as error:
+        return str(error)
+    return None
 
 
 def host_page_bytes(engine: EngineConfig) -> int | None:

@@ -25,6 +25,8 @@ class Facts(NamedTuple):
     adapters: Collection[str]
     #: Names of one kind of policy (a field of `PoliciesConfig`).
     policies: Callable[[str], Collection[str]]
+    #: Why a policy of that kind, whose name is known, cannot be used as it is written; None if it can.
+    policy_problem: Callable[[str, str], str | None]
     #: Bytes of one host page of an engine, or None where its adapter cannot say. Raises ValueError.
     host_page_bytes: Callable[[EngineConfig], int | None]
 
@@ -124,8 +126,10 @@ def _policies(policies: PoliciesConfig, facts: Facts) -> Iterator[Problem]:
     for kind in policies.__struct_fields__:
         name = getattr(policies, kind)
         names = facts.policies(kind)
-        if name not in names:
+        if name.partition(":")[0] not in names:
             yield Problem(f"policies.{kind}", unknown(f"{kind} policy", name, names))
+        elif (problem := facts.policy_problem(kind, name)) is not None:
+            yield Problem(f"policies.{kind}", problem)
 
 
 def _guards(config: Config) -> Iterator[Problem]:

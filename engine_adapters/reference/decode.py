@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Protocol
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
@@ -19,8 +18,8 @@ from dsv4ctl.engine_adapters.reference.pressure import PAGE, first_pages
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 from dsv4ctl.engine_adapters.reference.tokenizer import EOS
-from dsv4ctl.policies.integrity import Integrity
-from dsv4ctl.policies.registry import load as load_policy
+from dsv4ctl.engine_adapters.reference.verdicts import verdict
+from dsv4ctl.policies.integrity import Verdict
 
 
 class Inbox(Protocol):
@@ -33,6 +32,7 @@ class Inbox(Protocol):
         prompt_tokens: int,
         load: Load,
         address: tuple[str, int],
+        verdict: Verdict,
         observe: bool,
     ) -> None: ...
 
@@ -70,7 +70,8 @@ class Decode:
             sequence.prompt,
             sequence.transfer,
             (request.bootstrap_host or "", ports[0] if ports else request.bootstrap_port or 0),
-            observe=_integrity(sequence.opening.integrity).compares_digests() and not sequence.transfer.verify,
+            verdict(sequence.opening),
+            observe=not self._gate.guarded(Guard.VERDICT),
         )
         return True
 
@@ -93,9 +94,7 @@ class Decode:
             self._gate.extent("swa", [page for logical, page in table.swa.items() if logical < written]),
             self._gate.extent("state", [table.state]),
         ]
-        verify = _integrity(sequence.opening.integrity).verdict_before_first_read() and self._gate.guarded(
-            Guard.VERDICT
-        )
+        verify = verdict(sequence.opening) is Verdict.BEFORE_READ and self._gate.guarded(Guard.VERDICT)
         sequence.transfer = self._gate.open_load(LoadKind.TRANSFER, targets, room=sequence.key, verify=verify)
         return True
 
@@ -108,6 +107,8 @@ class Decode:
         assert manifest is not None
         sequence.cached_tokens, sequence.host_tokens = manifest.cached_tokens, manifest.host_tokens
         sequence.computed = sequence.prompt
+        if verdict(sequence.opening) is Verdict.BEFORE_OUTPUT:
+            sequence.held = []
         sequence.emit(manifest.first_token)
         self._take_rights(sequence)
         self._agent.apply(sequence.key, lambda reader: reader.forward_begin())
@@ -185,9 +186,3 @@ class Decode:
 
         self._agent.apply(sequence.key, over)
         sequence.finish(reason)
-
-
-@functools.cache
-def _integrity(name: str) -> Integrity:
-    """Each policy is looked up once: finding entry points is a walk over every installed package."""
-    return load_policy("integrity", name)()

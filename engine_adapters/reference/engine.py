@@ -160,6 +160,7 @@ class Engine:
             self._pools,
             self._agent,
             ready=self._ready,
+            vouched=self._vouched,
             died=lambda why: self._died("transfer", why),
             log=self._log,
             host=self._options.host,
@@ -177,7 +178,6 @@ class Engine:
             self._pools,
             HostPools(self.geometry, host_pages),
             gbps=gbps,
-            verify=load_policy("integrity", self._launch.integrity)().compares_digests(),
             counters=self._count,
             told=self._load_ended,
             died=lambda name, error: self._died(name, repr(error)),
@@ -401,6 +401,12 @@ class Engine:
         sequence = self._live.get(key)
         if sequence is not None:
             sequence.manifest = manifest
+            self._loop.wake()
+
+    def _vouched(self, key: RoomKey) -> None:
+        sequence = self._live.get(key)
+        if sequence is not None:
+            sequence.vouched = True
             self._loop.wake()
 
     def _enter(self, submission: Submission) -> Sequence:

@@ -18,6 +18,7 @@ class Known(NamedTuple):
     abort: int = NO_ABORT  #: below NO_ABORT: some rank's room is aborting, or was refused there
     told: int = 1  #: every peer told us where to write
     ready: int = 1  #: its bytes landed and are verified
+    vouched: int = 1  #: what landed is what was sealed: its output may leave
     quiet: int = 1  #: its room ended: nobody touches its pages any more
 
 

@@ -52,6 +52,7 @@ class LoadJob:
     ticket: Ticket
     pieces: tuple[Piece, ...]
     nodes: tuple[Node, ...]
+    verify: bool  #: compared with the digests that were sealed, layer by layer, before it is read
     state: int = LOADING  #: on this rank; every rank drops the nodes if one of them failed
 
 
@@ -103,7 +104,6 @@ class HiCache:
         host: HostPools,
         *,
         gbps: float,
-        verify: bool,
         counters: Callable[[str, int], None],
         told: Callable[[str | None], None],
         died: Callable[[str, BaseException], None],
@@ -113,7 +113,6 @@ class HiCache:
         self._host = host
         self._layers = device.geometry.layers
         self._link = Link(gbps)
-        self._verify = verify
         self._count = counters
         self._told = told
         self._died = died
@@ -177,7 +176,7 @@ class HiCache:
         for piece in job.pieces:
             self._copy(piece, layer)
             self._gate.layer_landed(piece.load, layer + 1)
-            stale = self._mismatches(piece, layer) if self._verify else []
+            stale = self._mismatches(piece, layer) if job.verify else []
             if stale:
                 self._count("digest_mismatches", len(stale))
                 for pool in stale:

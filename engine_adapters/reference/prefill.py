@@ -18,7 +18,9 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sender import SealedChunk
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import ATTENTION_POOLS, INDEXER_POOLS, Sequence
+from dsv4ctl.engine_adapters.reference.verdicts import verdict
 from dsv4ctl.policies.hicache import HiCache as HiCachePolicy
+from dsv4ctl.policies.integrity import Verdict
 
 #: Within a layer, the spaces of a HiCache load land in this order.
 LOAD_ORDER = ("state", "swa", "full")
@@ -90,7 +92,8 @@ class Prefill:
         assert taken is not None, "every rank has what all agreed on"
         left = {space: list(pages) for space, pages in taken.items()}
         if any(loading.values()):
-            jobs.append(self._open_load(path, {s: (n, [left[s].pop() for _ in n]) for s, n in loading.items() if n}))
+            wanted = {s: (n, [left[s].pop() for _ in n]) for s, n in loading.items() if n}
+            jobs.append(self._open_load(path, wanted, verify=verdict(sequence.opening) is not Verdict.NONE))
         sequence.path = path
         sequence.owned = {space: set(pages) for space, pages in left.items()}
         sequence.cached_tokens = sequence.computed = first * self._page_tokens
@@ -130,7 +133,7 @@ class Prefill:
             path.pop()
         return path
 
-    def _open_load(self, path: list[Node], wanted: dict[str, tuple[list[Node], list[int]]]) -> LoadJob:
+    def _open_load(self, path: list[Node], wanted: dict[str, tuple[list[Node], list[int]]], *, verify: bool) -> LoadJob:
         """Publishes the nodes as device pages that are still loading; their readers' tickets are pending."""
         host = {space: _merged([node.host[space] for node in nodes]) for space, (nodes, _) in wanted.items()}
         ticket = self._gate.request(Consumer.LOAD, list(host.values()))
@@ -143,7 +146,7 @@ class Prefill:
             for node, page, generation in zip(nodes, target.pages, target.generations, strict=True):
                 node.device[space] = target._replace(pages=(page,), generations=(generation,))
         loaded = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
-        return LoadJob(ticket, tuple(pieces), loaded)
+        return LoadJob(ticket, tuple(pieces), loaded, verify)
 
     def _fill_table(self, sequence: Sequence, left: dict[str, list[int]]) -> None:
         path, table = sequence.path, sequence.table

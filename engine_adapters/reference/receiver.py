@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
+from functools import partial
 
 import anyio
 import anyio.to_thread
 import msgspec
-import numpy as np
 from anyio.abc import TaskGroup
 
 from dsv4ctl.controlplane.link.wire import OpenRoom
@@ -18,17 +19,18 @@ from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.hold import hold
 from dsv4ctl.controlplane.tickets.ledger import Load
-from dsv4ctl.controlplane.tickets.types import Consumer
+from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
-from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_pages
+from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.geometry import PoolSpec
 from dsv4ctl.engine_adapters.reference.inbox import Inbox
+from dsv4ctl.engine_adapters.reference.landed import LandedDigests, digest_landed, folded, joined, split
 from dsv4ctl.engine_adapters.reference.nixl import Transport
 from dsv4ctl.engine_adapters.reference.peer import Address, Channel
 from dsv4ctl.engine_adapters.reference.peer_wire import Destination, Landed, LastLanded, Manifest
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
-from dsv4ctl.kernels.digest import Digests, fold
+from dsv4ctl.policies.integrity import Verdict
 
 #: Seconds between two looks for notifications: while some come, at most while rooms wait, and while none does.
 _BUSY, _QUIET, _IDLE = 0.001, 0.004, 0.1
@@ -45,6 +47,7 @@ class _Room:
     destination: Destination
     load: Load
     address: Address
+    verdict: Verdict
     observe: bool
     exposed: bool = False
     landed: dict[str, set[int]] = field(default_factory=dict)  #: logical pages in place, by writer
@@ -55,16 +58,25 @@ class _Room:
 
 
 class Receiver:
-    """`expect` comes from the step thread, all else runs on the loop after `bind`."""
+    """`expect` comes from the step thread, all else runs on the loop after `bind`.
+
+    `ready`: a room may decode. `vouched`, of one with a verdict before its output: what landed is what was sealed.
+    """
 
     def __init__(
-        self, pools: DevicePools, agent: Agent, inbox: Inbox, ready: Callable[[RoomKey, Manifest], None]
+        self,
+        pools: DevicePools,
+        agent: Agent,
+        inbox: Inbox,
+        ready: Callable[[RoomKey, Manifest], None],
+        vouched: Callable[[RoomKey], None],
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._pools = pools
         self._agent = agent
         self._inbox = inbox
         self._ready = ready
+        self._vouched = vouched
         self._rooms: dict[RoomKey, _Room] = {}
         self._channels: dict[Address, Channel] = {}
 
@@ -83,20 +95,21 @@ class Receiver:
         prompt_tokens: int,
         load: Load,
         address: Address,
+        verdict: Verdict,
         observe: bool = False,
     ) -> None:
         """Thread-safe; returns at once. Asks the prefill rank at `address` to write the room's prompt here.
 
         `table` (copied) has every full page of the prompt, the window's swa pages and the state slot, and may have
-        pages beyond; `load` is the open `transfer` load over exactly the prompt's. Digests are compared if
-        `load.verify`; `observe` compares too, but a mismatch is only counted and reported. The load is ended here
-        once the room is verified; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's
+        pages beyond; `load` is the open `transfer` load over exactly the prompt's, with `verify` if the `verdict` comes
+        before the first read. `observe`: a mismatch is only counted and reported. The load is ended here once the
+        room may decode; on an abort whoever frees the pages ends it (if `load.open`), inside the agent's
         `release`.
         """
         pages = self._pools.geometry.pages_for(prompt_tokens)
         swa = {logical: page for logical, page in table.swa.items() if logical < pages}
         destination = Destination(opening.key, table.full[:pages], swa, table.state, prompt_tokens)
-        room = _Room(opening.key, opening.peers, destination, load, address, observe)
+        room = _Room(opening.key, opening.peers, destination, load, address, verdict, observe)
         self._inbox.put(lambda: self._expect(room))
 
     # ---- on the loop ---------------------------------------------------------------------------------
@@ -224,10 +237,11 @@ class Receiver:
 
     async def _finish(self, room: _Room, manifest: Manifest) -> None:
         try:
-            if (room.load.verify or room.observe) and not await self._compare(room):
-                return
-            self._agent.apply(room.key, lambda reader: self._verified(room, reader))
-            self._ready(room.key, manifest)
+            if room.verdict is Verdict.BEFORE_OUTPUT:
+                await self._decode_first(room, manifest)
+            elif room.verdict is Verdict.NONE or await self._compare(room):
+                self._agent.apply(room.key, lambda reader: self._verified(room, reader))
+                self._ready(room.key, manifest)
         except _OVER:
             self.counters["late_verdicts"] += 1
         except Exception as error:  # noqa: BLE001 - whatever fails one room, a bug too, ends that room alone
@@ -235,18 +249,45 @@ class Receiver:
 
     async def _compare(self, room: _Room) -> bool:
         """Whether the room may go on."""
-        async with hold(self._agent.gate, Consumer.CHECKSUM, room.load.extents, room=room.key) as held:
-            await held.granted()  # of a load that has landed: granted already, or revoked
-            found = await anyio.to_thread.run_sync(landed_digests, self._pools, room.destination, limiter=self._workers)
-        differing: list[tuple[str, int]] = []
-        compared = 0
+        async with self._reading(room, room.load.extents):
+            before = await self._digested(room, tail=False)
+            tail = await self._digested(room, tail=True)
+        return self._judge(room, joined(before, tail))
+
+    async def _decode_first(self, room: _Room, manifest: Manifest) -> None:
+        """Digests what decode will write on in, lets it begin, and compares the rest meanwhile."""
+        sealed, written = split(room.load.extents, room.destination)
+        async with self._reading(room, written):
+            tail = await self._digested(room, tail=True)
+        async with self._reading(room, sealed):
+            self._agent.apply(room.key, lambda reader: self._unverified(room, reader))
+            self._ready(room.key, manifest)
+            before = await self._digested(room, tail=False)
+        if self._judge(room, joined(before, tail)):
+            self._agent.apply(room.key, Reader.verified)
+            self._vouched(room.key)
+
+    @asynccontextmanager
+    async def _reading(self, room: _Room, extents: Sequence[Extent]) -> AsyncIterator[None]:
+        """The checksum's ticket on pages that have landed: granted already, or revoked."""
+        if not extents:
+            yield
+            return
+        async with hold(self._agent.gate, Consumer.CHECKSUM, extents, room=room.key) as held:
+            await held.granted()
+            yield
+
+    async def _digested(self, room: _Room, *, tail: bool) -> LandedDigests:
+        digest = partial(digest_landed, self._pools, room.destination, tail=tail)
+        return await anyio.to_thread.run_sync(digest, limiter=self._workers)
+
+    def _judge(self, room: _Room, landed: LandedDigests) -> bool:
+        """Whether it is what every writer sealed; if not, the room is aborted (or, with the guard off, goes on)."""
+        found, differing, compared = folded(landed), list[tuple[str, int]](), 0
         for manifest in room.manifests.values():
             sealed = PageDigests.from_builtins(manifest.digests)
             compared += sum(len(values) for pool, values in found.values.items() if pool in sealed.values)
             differing += found.differences(sealed)
-        return self._judge(room, compared, differing)
-
-    def _judge(self, room: _Room, compared: int, differing: list[tuple[str, int]]) -> bool:
         self._agent.counters["digests_compared"] += compared
         pools = sorted({pool for pool, _ in differing})
         self._agent.note(room.key, digests_compared=compared, digest_mismatches=pools)
@@ -265,6 +306,13 @@ class Receiver:
         self._agent.apply(room.key, failed)
         return False
 
+    def _unverified(self, room: _Room, reader: Reader) -> list[Effect]:
+        """Under the agent's lock, as `_verified`."""
+        if not reader.live:
+            raise Refusal(f"room {room.key} is {reader.state.value}")
+        self._agent.gate.end_load(room.load)
+        return []
+
     def _verified(self, room: _Room, reader: Reader) -> list[Effect]:
         """Under the agent's lock: an abort comes before it, or after it, and the load is ended once."""
         effects = reader.verified()
@@ -277,40 +325,6 @@ class Receiver:
         self.counters["failed_rooms"] += 1
         self._agent.abort(room.key, AbortSource.ENGINE_FAULT, f"receiver: {why}")
         self.dropped(room.key)
-
-
-def landed_digests(pools: DevicePools, destination: Destination) -> PageDigests:
-    """What landed: folded in logical order over the full pages, the window's pages and the state.
-
-    Of each page only the rows that the prompt has written count, as where it was sealed.
-    """
-    values: dict[str, Digests] = {}
-    for spec in pools.specs.values():
-        pages = _pages(spec, destination)
-        rows = [spec.valid_rows(logical, destination.prompt_tokens) for logical, _ in pages]
-        values[spec.name] = np.concatenate(
-            [_folded_layer(pools, spec, layer, [page for _, page in pages], rows) for layer in spec.model_layers]
-        )
-    return PageDigests(values)
-
-
-def _folded_layer(pools: DevicePools, spec: PoolSpec, layer: int, pages: list[int], rows: list[int]) -> Digests:
-    """uint64 [1]. Every page but the last is full, so they are digested together."""
-    parts = [digest_pages(pools, spec.name, layer, pages[-1:], rows[-1])]
-    if len(pages) > 1:
-        parts.insert(0, digest_pages(pools, spec.name, layer, pages[:-1]))
-    return fold(np.concatenate(parts))[None]
-
-
-def _pages(spec: PoolSpec, destination: Destination) -> list[tuple[int, int]]:
-    """(logical, physical) pages of a pool in logical order."""
-    match spec.space:
-        case "full":
-            return list(enumerate(destination.full))
-        case "swa":
-            return sorted(destination.swa.items())
-        case "state":
-            return [(len(destination.full) - 1, destination.state)]
 
 
 def _misfit(manifest: Manifest, destination: Destination) -> str | None:

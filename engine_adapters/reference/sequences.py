@@ -13,7 +13,7 @@ from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.pressure import Age
-from dsv4ctl.engine_adapters.reference.requests import Finished, Request, Token
+from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request, Token
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
 
 #: The pools of space `full` that each consumer reads.
@@ -44,11 +44,14 @@ class Sequence:
     digests: list[PageDigests] = field(default_factory=list)
     cached_tokens: int = 0
     host_tokens: int = 0  #: of those, loaded by HiCache for this request
+    held: list[Output] | None = None  #: output that waits for the verdict; None: it leaves as it comes
+    over: str | None = None  #: why it needs no further step
     finished: bool = False
     freed: bool = False
     # Facts of this rank, left by other threads for the next round:
     aborting: tuple[AbortSource, str] | None = None  #: the room is aborting, or was refused here
     manifest: Manifest | None = None  #: the room's bytes landed and are verified
+    vouched: bool = False  #: of `held` output: its room's bytes are those that were sealed
     quiet: bool = False  #: the room ended: nobody writes its pages any more
     quarantining: bool = False  #: nobody knows whether its writer is quiet
     # What all ranks agreed on:
@@ -123,7 +126,13 @@ class Sequence:
 
     def emit(self, token: int) -> None:
         self.ids.append(token)
-        self.request.emit(Token(token))
+        (self.request.emit if self.held is None else self.held.append)(Token(token))
+
+    def let_out(self) -> None:
+        """The verdict is good on every rank: what was held leaves, and what follows leaves as it comes."""
+        held, self.held = self.held or [], None
+        for output in held:
+            self.request.emit(output)
 
     def finish(self, reason: str, message: str | None = None, source: AbortSource | None = None) -> None:
         """Tells the waiting client, once."""

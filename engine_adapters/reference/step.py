@@ -214,7 +214,7 @@ class StepLoop:
         aborting = sequence.aborting
         abort = NO_ABORT if aborting is None else SOURCES.index(aborting[0])
         told = self._prefill is None or self._decode is not None or self._agent.told(sequence.key)
-        return Known(abort, int(told), int(sequence.manifest is not None), int(sequence.quiet))
+        return Known(abort, int(told), int(sequence.manifest is not None), int(sequence.vouched), int(sequence.quiet))
 
     def _apply(self, sequence: Sequence, known: Known) -> None:
         sequence.may_begin = bool(known.told)
@@ -222,6 +222,8 @@ class StepLoop:
             self._drop(sequence, SOURCES[known.abort])
         elif known.ready and not sequence.dropped and self.transferring.pop(sequence.key, None) is not None:
             self._start(sequence)
+        if known.vouched and sequence.held is not None and not sequence.dropped:
+            self._let_out(sequence)
         if sequence.quarantining and not sequence.freed:
             sequence.quarantine()
         if known.quiet:
@@ -256,6 +258,12 @@ class StepLoop:
         except LedgerError as error:
             self._break(sequence, AbortSource.ENGINE_FAULT, f"the ledger refused: {error}")
 
+    def _let_out(self, sequence: Sequence) -> None:
+        """Its verdict is good on every rank."""
+        sequence.let_out()
+        with contextlib.suppress(*GONE):
+            self._end_if_over(sequence)
+
     def _retire(self, sequence: Sequence) -> None:
         """Quiet on every rank: what it holds goes back."""
         if sequence.unquiesced:
@@ -282,7 +290,10 @@ class StepLoop:
             return
         held = {s.key: s for s in (*self.transferring.values(), *self.decoding) if not s.retracted}
         leaving = any(s.owned and s.key not in held for s in self.rooms.values())
-        holders = [Holder(s.age, s.key not in self.transferring and self._decode.grows(s)) for s in held.values()]
+        holders = [
+            Holder(s.age, s.key not in self.transferring and s.over is None and self._decode.grows(s))
+            for s in held.values()
+        ]
         growth = grow(holders, budget, leaving)
         for key in growth.grown:
             self._decode.grow(held[key])
@@ -332,7 +343,7 @@ class StepLoop:
     # ---- steps ---------------------------------------------------------------------------------------
 
     def _running(self) -> list[Sequence]:
-        return [s for s in (*self.prefilling, *self.decoding) if not s.paused and not s.retracted]
+        return [s for s in (*self.prefilling, *self.decoding) if not (s.paused or s.retracted or s.over)]
 
     def _step(self, running: list[Sequence], budget: Budget) -> None:
         """One chunk of every sequence, layers outermost: a batch in which nobody depends on anybody."""
@@ -406,7 +417,12 @@ class StepLoop:
 
     def _finish_if_over(self, sequence: Sequence) -> None:
         assert self._decode is not None
-        reason = self._decode.over(sequence)
-        if reason is not None:
+        sequence.over = self._decode.over(sequence)
+        self._end_if_over(sequence)
+
+    def _end_if_over(self, sequence: Sequence) -> None:
+        """A room whose output is held ends with its verdict."""
+        assert self._decode is not None
+        if sequence.over is not None and sequence.held is None:
             self.decoding.remove(sequence)
-            self._decode.finish(sequence, reason)
+            self._decode.finish(sequence, sequence.over)

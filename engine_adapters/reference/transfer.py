@@ -33,7 +33,7 @@ from dsv4ctl.engine_adapters.reference.sender import Sender
 from dsv4ctl.engine_adapters.reference.writes import Writes
 
 Ready = Callable[[RoomKey, Manifest], None]
-"""The room's prompt is here and verified (or need not be). Called on the transfer thread; must not block."""
+"""The room's prompt is here and may be read. Called on the transfer thread, as `vouched` is; must not block."""
 
 #: Seconds that writes in flight are given when the loop is stopped.
 _STOP_SECONDS = 2.0
@@ -66,6 +66,7 @@ class Transfer:
         pools: DevicePools,
         agent: Agent,
         ready: Ready,
+        vouched: Callable[[RoomKey], None],
         died: Callable[[str], None],
         log: Log,
         host: str = "127.0.0.1",
@@ -83,7 +84,7 @@ class Transfer:
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._inbox = Inbox()
         self.sender = Sender(incarnation, pools, agent, self._inbox)  #: used on a prefill rank
-        self.receiver = Receiver(pools, agent, self._inbox, ready)  #: used on a decode rank
+        self.receiver = Receiver(pools, agent, self._inbox, ready, vouched)  #: used on a decode rank
         self._counters: Counter[str] = Counter()
         self._channels: dict[str, Channel] = {}  #: by the peer's incarnation
         self._dialled: set[Address] = set()

@@ -138,6 +138,28 @@ SEMANTIC = [
         'policies.routing: unknown routing policy "round_robin". Did you mean round-robin?',
     ),
     (
+        "policies.integrity = 'emitt'\n" + PAIR,
+        'policies.integrity: unknown integrity policy "emitt". Did you mean emit?',
+    ),
+    (
+        "policies.integrity = 'sample'\n" + PAIR,
+        (
+            "policies.integrity: integrity policy 'sample': expected a share of the rooms above 0 and at most 1, "
+            "as in sample:0.1, found ''"
+        ),
+    ),
+    (
+        "policies.integrity = 'sample:2'\n" + PAIR,
+        (
+            "policies.integrity: integrity policy 'sample': expected a share of the rooms above 0 and at most 1, "
+            "as in sample:0.1, found '2'"
+        ),
+    ),
+    (
+        "policies.integrity = 'read:1'\n" + PAIR,
+        "policies.integrity: integrity policy 'read' takes no parameter, found 'read:1'",
+    ),
+    (
         "unsafe.off = ['quiesce', 'indexer']\n" + PAIR,
         'unsafe.off[1]: unknown guard "indexer". Did you mean indexer_ticket?',
     ),

@@ -11,25 +11,30 @@ pytestmark = pytest.mark.asyncio
 
 #: Room for eight short prompts, each with a page to grow into.
 POOL = 16
-#: Long answers need a third page: that many rooms cannot all have it. They share prompts, so that the oracle is quick.
-LONG, SHORT = 6, 34
+#: Four long ones fill it with four pages each, and each needs a fifth. They share prompts, so that the oracle is quick.
+LONG, SHORT = 4, 36
 DECODE_CONFIG = f"reference = {{ device_pages = {POOL}, state_slots = {POOL} }}"
 
 
 def asked() -> list[tuple[list[int], int]]:
-    long = [(prompt(at % 2, PAGE - 1 - at % 2), PAGE + 4) for at in range(LONG)]
-    return long + [(prompt(100 + at, 90 + 5 * at), 3) for at in range(SHORT)]
+    long = [(prompt(at % 2, 3 * PAGE - 1 - at % 2), PAGE + 4) for at in range(LONG)]
+    return long + [(prompt(100 + at % 12, 90 + 5 * (at % 12)), 3) for at in range(SHORT)]
 
 
 async def ask_all(client: Client) -> None:
-    """All at once, every other one as a stream; each gets the oracle's tokens."""
+    """The long ones first, until they hold the pool; every other one as a stream. Each gets the oracle's tokens."""
     replies: dict[int, Reply] = {}
 
     async def one(at: int, ids: list[int], new: int) -> None:
         replies[at] = await client.generate(ids, new, stream=at % 2 == 0)
 
+    async def full() -> bool:
+        return bool((await client.live(DECODE))["pages"]["free"]["full"] == 0 or len(replies))
+
     async with anyio.create_task_group() as tasks:
         for at, (ids, new) in enumerate(asked()):
+            if at == LONG:
+                await client.until("the pool is full", full)
             tasks.start_soon(one, at, ids, new)
     for at, (ids, new) in enumerate(asked()):
         assert replies[at].tokens == expected(ids, new), (at, replies[at])

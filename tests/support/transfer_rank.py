@@ -40,6 +40,7 @@ from dsv4ctl.engine_adapters.reference.pools import DevicePools
 from dsv4ctl.engine_adapters.reference.sender import SealedChunk
 from dsv4ctl.engine_adapters.reference.sequence import PageTable
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
+from dsv4ctl.policies.integrity import Verdict
 
 #: No wait of a test lasts longer: a hang is a failure.
 LIMIT = 20.0
@@ -74,6 +75,7 @@ class Rank:
         self.reports: list[RoomReport] = []
         self.acks: list[AbortAck] = []
         self.ready: dict[RoomKey, Manifest] = {}
+        self.vouched: list[RoomKey] = []
         self.logged: list[tuple[str, dict[str, object]]] = []
         self.died: list[str] = []
         self.owned: dict[RoomKey, tuple[PageTable, Load | None]] = {}
@@ -87,6 +89,7 @@ class Rank:
             self.pools,
             self.agent,
             ready=self._ready,
+            vouched=self._vouched,
             died=self._died,
             log=self._log,
             port=port,
@@ -194,10 +197,16 @@ class Rank:
         self.transfer.sender.finish(key, Manifest(tokens, first_token=42, chunks=len(table.full)))
 
     def expect(
-        self, opening: OpenRoom, tokens: int, port: int, verify: bool = True, observe: bool = False
+        self,
+        opening: OpenRoom,
+        tokens: int,
+        port: int,
+        verdict: Verdict = Verdict.BEFORE_READ,
+        observe: bool = False,
     ) -> PageTable:
+        verify = verdict is Verdict.BEFORE_READ and not observe
         table, load = self.take(tokens, LoadKind.TRANSFER, verify, opening.key)
-        self.transfer.receiver.expect(opening, table, tokens, load, ("127.0.0.1", port), observe)
+        self.transfer.receiver.expect(opening, table, tokens, load, ("127.0.0.1", port), verdict, observe)
         return table
 
     def until(self, what: Callable[[], bool]) -> None:
@@ -233,6 +242,11 @@ class Rank:
     def _ready(self, key: RoomKey, manifest: Manifest) -> None:
         with self.changed:
             self.ready[key] = manifest
+            self.changed.notify_all()
+
+    def _vouched(self, key: RoomKey) -> None:
+        with self.changed:
+            self.vouched.append(key)
             self.changed.notify_all()
 
     def _died(self, why: str) -> None:

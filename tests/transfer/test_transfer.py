@@ -2,15 +2,20 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Iterator
+from typing import Any
 
 import pytest
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey, RoomState
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
+from dsv4ctl.engine_adapters.reference import receiver
+from dsv4ctl.engine_adapters.reference.landed import LandedDigests, digest_landed
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
-from transfer_rank import KEY, PAGES, Rank, same_bytes
+from dsv4ctl.policies.integrity import Verdict
+from transfer_rank import KEY, LIMIT, PAGES, Rank, same_bytes
 
 
 @pytest.fixture
@@ -59,7 +64,7 @@ def test_rooms_do_not_wait_for_one_another(prefill: Rank, decode: Rank) -> None:
 
 def test_without_integrity_nothing_is_compared(prefill: Rank, decode: Rank) -> None:
     prefill.open("D")
-    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port, verify=False)
+    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port, Verdict.NONE)
     prefill.send(prefill.computed(600), 600)
     assert "digests_compared" not in decode.wait(RoomState.VERIFIED).detail
 
@@ -110,7 +115,7 @@ def test_without_the_senders_guard_the_digests_name_the_stale_pool(prefill: Rank
 def test_an_observed_mismatch_is_reported_and_the_room_goes_on(prefill: Rank, decode: Rank) -> None:
     prefill.guards_off(Guard.SENDER)
     prefill.open("D")
-    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port, verify=False, observe=True)
+    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port, observe=True)
     _loading(prefill, "c128_kv")
     assert decode.wait(RoomState.VERIFIED).detail["digest_mismatches"] == ["c128_kv"]
     decode.until(lambda: KEY in decode.ready)
@@ -154,3 +159,66 @@ def test_a_loop_that_dies_says_so() -> None:
         rank.transfer._inbox.put(defect)
         rank.until(lambda: bool(rank.died))
         assert rank.transfer.fault == "the transfer loop died: RuntimeError: a defect"
+
+
+# ---- a verdict before the output, not before the reads --------------------------------------------------
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> Iterator[threading.Event]:
+    """The pages before the tail are digested only once the event is set."""
+    may = threading.Event()
+
+    def digest(*args: Any, tail: bool) -> LandedDigests:
+        assert tail or may.wait(LIMIT)
+        return digest_landed(*args, tail=tail)
+
+    monkeypatch.setattr(receiver, "digest_landed", digest)
+    yield may
+    may.set()
+
+
+@pytest.mark.parametrize("tokens", [600, 512])
+def test_decode_begins_before_the_verdict_and_writes_on_without_spoiling_it(
+    prefill: Rank, decode: Rank, slow: threading.Event, tokens: int
+) -> None:
+    prefill.open("D")
+    landed = decode.expect(decode.open("P"), tokens, prefill.transfer.bootstrap_port, Verdict.BEFORE_OUTPUT)
+    prefill.send(prefill.computed(tokens), tokens)
+    decode.until(lambda: KEY in decode.ready)
+    assert decode.vouched == []
+    pages = -(-tokens // 256)
+    lease = decode.gate.open_load(  # what a forward does first: it waits for no digest
+        LoadKind.FORWARD,
+        [decode.gate.extent("full", landed.full[pages - 1 :]), decode.gate.extent("state", [landed.state])],
+    )
+    decode.pools.bytes_of("index_k")[:, landed.full[pages - 1]] = 7
+    decode.pools.bytes_of("c4_state")[:, landed.state] = 7
+    slow.set()
+    decode.until(lambda: decode.vouched == [KEY])
+    assert decode.reported(RoomState.ABORTING) is None
+    decode.gate.end_load(lease)
+
+
+def test_stale_bytes_are_found_while_the_room_decodes_and_end_it(
+    prefill: Rank, decode: Rank, slow: threading.Event
+) -> None:
+    prefill.guards_off(Guard.SENDER)
+    prefill.open("D")
+    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port, Verdict.BEFORE_OUTPUT)
+    _loading(prefill, "index_k")
+    decode.until(lambda: KEY in decode.ready)
+    decode.agent.apply(KEY, lambda reader: reader.forward_begin())
+    slow.set()
+    assert decode.wait(RoomState.ABORTING).detail["source"] == AbortSource.INTEGRITY.value
+    assert decode.vouched == []
+    decode.agent.apply(KEY, lambda reader: reader.forward_end())
+    decode.wait(RoomState.ABORTED)
+
+
+def test_a_room_of_one_page_has_its_verdict_at_once(prefill: Rank, decode: Rank) -> None:
+    prefill.open("D")
+    decode.expect(decode.open("P"), 200, prefill.transfer.bootstrap_port, Verdict.BEFORE_OUTPUT)
+    prefill.send(prefill.computed(200), 200)
+    decode.until(lambda: decode.vouched == [KEY])
+    assert decode.wait(RoomState.VERIFIED).detail["digest_mismatches"] == []
