@@ -171,6 +171,26 @@ class Agent:
                     if isinstance(half, Reader):
                         self._carry_out(key, half, half.ack_overdue())
 
+    # ---- a control plane that is gone ----------------------------------------------------------------
+
+    def orphaned(self, why: str) -> None:
+        """Nobody waits for an answer any more: every room is aborted, and quiesces between the ranks alone."""
+        with self._lock:
+            for key, half in self._rooms:
+                self._carry_out(key, half, half.abort(AbortSource.ENGINE_FAULT, why))
+
+    def adopted(self) -> None:
+        """Another control plane listens. It counts aborts from 1, and learns what only it can end."""
+        with self._lock:
+            self._inbox = AbortInbox()
+            for key in self._rooms.poisoned():
+                self._send(AbortAck(key, Quiet.POISONED))
+            for key, half in self._rooms:
+                self._send(RoomReport(key, half.state, {"reason": half.reason}))
+                if isinstance(half, Reader) and half.quarantined:
+                    for peer in sorted(half.awaiting):
+                        self._send(Quarantined(key, peer, self._hooks.quarantine(key)))
+
     # ---- from the peer -------------------------------------------------------------------------------
 
     def peer_abort(self, key: RoomKey, peer: str, source: AbortSource, reason: str) -> None:

@@ -24,6 +24,8 @@ def taken(config: Config) -> str | None:
     """One line about the first port of the configuration that cannot be had, or None."""
     places = [("gateway.port", config.gateway.host, config.gateway.port)]
     for index, engine in enumerate(config.engines):
+        if engine.survive:
+            continue  # it may live, and hold them
         places.append((f"engines[{index}].port", engine.host, engine.port))
         places.append((f"engines[{index}].bootstrap_port", engine.host, engine.bootstrap_port))
     for key, host, port in places:

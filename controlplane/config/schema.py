@@ -84,6 +84,7 @@ class EngineConfig(Section, frozen=True, kw_only=True):
     port: Port = 0  #: HTTP port of the engine
     bootstrap_port: Port = 0  #: where decode ranks reach a prefill engine
     ranks: Count = 1
+    survive: bool = False  #: outlives a control plane that is killed; the next one with the same file goes on with it
     memory_bytes: Count | None = None  #: host memory this engine may use; None: what the machine has
     hicache: HiCacheConfig = HiCacheConfig()
     reference: ReferenceConfig = ReferenceConfig()

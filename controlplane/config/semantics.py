@@ -13,6 +13,9 @@ from dsv4ctl.controlplane.tickets.types import Guard
 
 #: A Unix socket's path, its closing zero included, must fit into `sun_path` (108 bytes on Linux).
 SOCKET_PATH_MAX = 107
+#: What follows the admin socket's name in that of the folder where surviving engines are found again.
+SURVIVORS = ".engines"
+_LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there beyond the admin socket's
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 _ANY_HOST = frozenset({"0.0.0.0", "::", ""})
 _LOOPBACK = frozenset({"localhost", "::1"})
@@ -47,9 +50,11 @@ def _socket(config: Config) -> Iterator[Problem]:
     if config.socket is None:
         return
     length = len(os.fsencode(config.socket))
-    if not 0 < length <= SOCKET_PATH_MAX:
-        found = f"found {length}"
-        yield Problem("socket", f"expected a path of 1 to {SOCKET_PATH_MAX} bytes, {found}: {config.socket}")
+    survives = any(engine.survive for engine in config.engines)
+    limit = SOCKET_PATH_MAX - (_LINK_MORE if survives else 0)
+    if not 0 < length <= limit:
+        why = " with engines that survive" if survives else ""
+        yield Problem("socket", f"expected a path of 1 to {limit} bytes{why}, found {length}: {config.socket}")
 
 
 def _names(config: Config) -> Iterator[Problem]:

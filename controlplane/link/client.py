@@ -82,6 +82,12 @@ class LinkClient:
             self._closed = True
             self._changed.notify()
 
+    def join(self) -> None:
+        """Waits until no thread of an ended link handles a frame any more, other than the caller's own."""
+        for thread in (self._reader, self._writer):
+            if thread.is_alive() and thread is not threading.current_thread():
+                thread.join()
+
     def finish(self, timeout: float) -> None:
         """`close`, then waits at most `timeout` seconds until what was sent is written: the process ends next."""
         self.close()

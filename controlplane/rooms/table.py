@@ -73,6 +73,10 @@ class RoomTable(Generic[Half]):
         last = self._ended.get(key.room)
         return None if last is None or last[0] < key.generation else last[1]
 
+    def poisoned(self) -> list[RoomKey]:
+        """Ended rooms whose writes nobody can vouch for, as far as they are remembered."""
+        return [RoomKey(room, gen) for room, (gen, outcome) in self._ended.items() if outcome is Quiet.POISONED]
+
     def bury(self, key: RoomKey, until: float) -> None:
         """Remembers the abort of a room that is not known (yet) until `until`, in the caller's clock."""
         if self.ended(key) is not None:

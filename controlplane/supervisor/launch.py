@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import importlib
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import anyio
 import msgspec
 
-from dsv4ctl.controlplane.config.schema import Config
+from dsv4ctl.controlplane.config.schema import Config, EngineConfig
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Rank
 from dsv4ctl.controlplane.supervisor.process import Health, RankProcess, start, start_tree
-from dsv4ctl.controlplane.supervisor.runner import LaunchError
+from dsv4ctl.controlplane.supervisor.runner import LaunchError, Running
+from dsv4ctl.controlplane.supervisor.survival import Kept, Survivors, Wanted, digest
 
 _PROTOCOL = "dsv4ctl.engine_adapters.protocol"
 
@@ -23,6 +25,7 @@ class AdapterLauncher:
     def __init__(self, config: Config, link: str) -> None:
         self._config = config
         self._link = link
+        self._registry = Survivors(Path(link).parent)
         self._protocol: Any = importlib.import_module(_PROTOCOL)
 
     def processes_of(self, engine: Engine) -> int:
@@ -33,24 +36,49 @@ class AdapterLauncher:
             raise LaunchError(str(error)) from error
         return count
 
-    async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> RankProcess:
+    async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> Running:
         """Raises LaunchError if there is no such adapter or what it needs is not installed, OSError."""
-        request = self._protocol.LaunchRequest(
-            engine=msgspec.to_builtins(engine.config),
-            rank=ranks[0].number,
-            incarnation=ranks[0].incarnation,
-            group=next(iter(engine.ranks)),
+        first = ranks[0]
+        adopted = self._registry.adopted(first.incarnation)
+        if adopted is not None:
+            return adopted
+        request = self._request(engine.config, ranks, next(iter(engine.ranks)))
+        try:
+            # In a thread: an adapter may ask another interpreter what is installed there.
+            spec = await anyio.to_thread.run_sync(self._protocol.find(engine.config.adapter).launch, request)
+        except self._protocol.AdapterError as error:
+            raise LaunchError(str(error)) from error
+        if engine.config.survive:
+            if spec.tree:
+                raise LaunchError(
+                    f"engines of adapter {engine.config.adapter} end with their control plane: no `survive`"
+                )
+            told = digest(self._request(engine.config))
+            return await self._registry.start(engine.name, first.number, first.incarnation, spec.argv, spec.env, told)
+        if spec.tree:
+            process: RankProcess = await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
+        else:
+            process = await start(spec.argv, spec.env)
+        self._registry.note(engine.name, first.number, first.incarnation, process.pid)
+        return process
+
+    async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
+        """Raises OSError for a registry of an earlier control plane that cannot be read."""
+        surviving = [engine for engine in self._config.engines if engine.survive]
+        wanted = {engine.name: Wanted(engine.ranks, digest(self._request(engine))) for engine in surviving}
+        return await self._registry.settle(wanted, refused)
+
+    def _request(self, engine: EngineConfig, ranks: Sequence[Rank] = (), group: str = "") -> msgspec.Struct:
+        """What a process with these ranks is told; without ranks: what every one of the engine is told."""
+        request: msgspec.Struct = self._protocol.LaunchRequest(
+            engine=msgspec.to_builtins(engine),
+            rank=ranks[0].number if ranks else 0,
+            incarnation=ranks[0].incarnation if ranks else "",
+            group=group,
             link=self._link,
             unsafe_off=tuple(self._config.unsafe.off),
             integrity=self._config.policies.integrity,
             model=self._config.gateway.model,
             incarnations=tuple(rank.incarnation for rank in ranks),
         )
-        try:
-            # In a thread: an adapter may ask another interpreter what is installed there.
-            spec = await anyio.to_thread.run_sync(self._protocol.find(engine.config.adapter).launch, request)
-        except self._protocol.AdapterError as error:
-            raise LaunchError(str(error)) from error
-        if spec.tree:
-            return await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
-        return await start(spec.argv, spec.env)
+        return request

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import shutil
 import signal
 import tempfile
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import anyio
@@ -14,6 +16,7 @@ from dsv4ctl.controlplane.admin.plane import Plane
 from dsv4ctl.controlplane.admin.server import admin_server
 from dsv4ctl.controlplane.admin.socket import resolve
 from dsv4ctl.controlplane.config.schema import Config
+from dsv4ctl.controlplane.config.semantics import SURVIVORS
 from dsv4ctl.controlplane.gateway.app import serve_gateway
 from dsv4ctl.controlplane.scheduler.fleet import EngineState
 from dsv4ctl.controlplane.supervisor.launch import AdapterLauncher
@@ -41,8 +44,8 @@ async def run(
     `ready` is called once, when every engine is. Signals: SIGTERM or SIGINT drains, a second one stops now.
     Raises SocketError (admin socket) or OSError (gateway port) before any engine is started.
     """
-    with tempfile.TemporaryDirectory(prefix="dsv4ctl-") as folder:
-        link = str(Path(folder) / "link.sock")
+    with _folder(config) as folder:
+        link = str(folder / "link.sock")
         supervisor = Supervisor(config, telemetry, link, launcher(config, link))
         plane = SupervisedPlane(supervisor)
         async with (
@@ -54,6 +57,22 @@ async def run(
             supervisor.desk.refusing = "stopped"
     telemetry.emit(Event.STOP_DONE, exit_code=code)
     return code
+
+
+@contextmanager
+def _folder(config: Config) -> Iterator[Path]:
+    """Where the link's socket is. With engines that survive, now or in an earlier run, it has a name to be found by.
+
+    That one is removed once every engine has ended in order; whoever fails before leaves it to the next start.
+    """
+    lasting = Path(f"{resolve(config.socket)}{SURVIVORS}")
+    if lasting.exists() or any(engine.survive for engine in config.engines):
+        lasting.mkdir(mode=0o700, parents=True, exist_ok=True)
+        yield lasting
+        shutil.rmtree(lasting)
+        return
+    with tempfile.TemporaryDirectory(prefix="dsv4ctl-") as folder:
+        yield Path(folder)
 
 
 async def _serve(supervisor: Supervisor, plane: SupervisedPlane, ready: Callable[[Plane], None]) -> int:

@@ -15,6 +15,7 @@ from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Rank
 from dsv4ctl.controlplane.supervisor.changes import Changes
 from dsv4ctl.controlplane.supervisor.lines import fields_of, rank_of
+from dsv4ctl.controlplane.supervisor.survival import Kept
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import LEVELS, Level, Telemetry
 from dsv4ctl.policies.restart import GiveUp, Restart
@@ -37,7 +38,7 @@ class Running(Protocol):
     relayed: anyio.Event
 
     async def serving(self) -> None: ...
-    async def reaped(self) -> int: ...
+    async def reaped(self) -> int | None: ...
     def terminate(self) -> None: ...
     def kill(self) -> None: ...
     async def relay(self, line: Callable[[str, str], None]) -> None: ...
@@ -49,8 +50,15 @@ class Launcher(Protocol):
         """How many processes run the engine's ranks, each as many of them. Raises LaunchError."""
         ...
 
+    async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
+        """Engines of an earlier control plane that go on: by name the incarnations of their ranks.
+
+        Whatever else it left is gone when this returns; `refused` is told of each process that had to be killed.
+        """
+        ...
+
     async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> Running:
-        """Starts the process that runs these ranks. Raises LaunchError or OSError."""
+        """Starts the process that runs these ranks, or finds it. Raises LaunchError or OSError."""
         ...
 
 
@@ -178,11 +186,13 @@ class EngineRunner:
             self._enter(EngineState.DRAINED)
 
     async def _life(self) -> None:
-        """From fresh incarnations to the last process reaped."""
+        """From its incarnations, fresh ones or survivors, to the last process gone."""
         self._over, self._cause = anyio.Event(), None
         self._ended_itself, self._served, self._last_words = False, False, ""
         engine = self.engine
-        ranks = [Rank(engine.name, number, uuid.uuid4().hex) for number in range(engine.config.ranks)]
+        fresh = [uuid.uuid4().hex for _ in range(engine.config.ranks)]
+        adopts, engine.survivors = engine.survivors, []
+        ranks = [Rank(engine.name, number, incarnation) for number, incarnation in enumerate(adopts or fresh)]
         engine.ranks = {rank.incarnation: rank for rank in ranks}
         self._enter(EngineState.STARTING)
         started: list[Started] = []
@@ -190,7 +200,7 @@ class EngineRunner:
             try:
                 each = len(ranks) // self._launcher.processes_of(engine)
                 for first in range(0, len(ranks), each):
-                    process = await self._start(ranks[first : first + each], tasks)
+                    process = await self._start(ranks[first : first + each], tasks, bool(adopts))
                     started.append(process)
                 await self._until_over(ranks, [process for process, _ in started])
                 if self._cause is None:
@@ -204,14 +214,15 @@ class EngineRunner:
         if self._ended_itself and self._last_words:
             self._cause = self.engine.cause = f"{self._cause}: {self._last_words}"
 
-    async def _start(self, ranks: Sequence[Rank], tasks: TaskGroup) -> Started:
-        for rank in ranks:
+    async def _start(self, ranks: Sequence[Rank], tasks: TaskGroup, adopts: bool) -> Started:
+        for rank in () if adopts else ranks:
             self._telemetry.emit(Event.ENGINE_STARTING, **rank.fields())
         process = await self._launcher(self.engine, ranks)
         for rank in ranks:
             rank.pid = process.pid
             rank.started_at = anyio.current_time()
-            self._telemetry.emit(Event.ENGINE_STARTED, **rank.fields(), pid=process.pid, argv=list(process.argv))
+            event = Event.ENGINE_ADOPTED if adopts else Event.ENGINE_STARTED
+            self._telemetry.emit(event, **rank.fields(), pid=process.pid, argv=list(process.argv))
         started = Started(process, ranks)
         tasks.start_soon(process.relay, self._relay_to(ranks))
         tasks.start_soon(self._watch_exit, started)
@@ -262,7 +273,7 @@ class EngineRunner:
         for rank in ranks:
             self._telemetry.emit(
                 Event.ENGINE_EXITED, "info" if expected else "error", **rank.fields(), pid=process.pid,
-                exit_code=code if code >= 0 else None, signal=how if code < 0 else None,
+                exit_code=None if (code or 0) < 0 else code, signal=how if (code or 0) < 0 else None,
             )  # fmt: skip
         self._ended_itself = self._ended_itself or not expected
         numbers = ", ".join(str(rank.number) for rank in ranks)
@@ -322,7 +333,9 @@ class EngineRunner:
             )  # fmt: skip
 
 
-def _how(code: int) -> str:
+def _how(code: int | None) -> str:
+    if code is None:
+        return "its exit code went to an earlier control plane"
     if code < 0:
         return f"killed by {signal.Signals(-code).name}"
     return f"exit code {code}"

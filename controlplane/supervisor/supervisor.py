@@ -18,6 +18,7 @@ from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Fleet, Ran
 from dsv4ctl.controlplane.supervisor.changes import Changes
 from dsv4ctl.controlplane.supervisor.loops import Loops
 from dsv4ctl.controlplane.supervisor.runner import EngineRunner, Launcher
+from dsv4ctl.controlplane.supervisor.survival import Kept
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 from dsv4ctl.controlplane.watchdog.judge import dead_loop
@@ -54,12 +55,15 @@ class Supervisor:
             self.runners[engine.name] = EngineRunner(
                 engine, config, launcher, restart(), self.desk, telemetry, self.changes
             )
+        self._launcher = launcher
         self._tasks: TaskGroup | None = None
         self.loops: Loops | None = None
 
     async def start(self, tasks: TaskGroup) -> None:
         """Starts every loop in `tasks`; returns once the link socket accepts. Raises OSError."""
         self._tasks = tasks
+        for name, incarnations in (await self._launcher.survivors(self._not_adopted)).items():
+            self.fleet.engines[name].survivors = incarnations
         self.loops = Loops(self.telemetry, tasks)
         await tasks.start(self.links.serve)
         self.loops.start("deadlines", self.desk.keep_deadlines)
@@ -67,6 +71,10 @@ class Supervisor:
         self.loops.start("watchdog", lambda beat: watch(self._watched, self._wedged, wedge, beat))
         for runner in sorted(self.runners.values(), key=lambda r: START_ORDER.index(r.engine.config.role)):
             self.loops.start(f"engine {runner.engine.name}", runner.run)
+
+    def _not_adopted(self, kept: Kept, reason: str) -> None:
+        fields = {"engine": kept.engine, "rank": kept.rank, "incarnation": kept.incarnation}
+        self.telemetry.emit(Event.ENGINE_NOT_ADOPTED, "warning", **fields, pid=kept.pid, reason=reason)
 
     def runner_of(self, incarnation: str) -> EngineRunner | None:
         engine = self.fleet.owner(incarnation)
@@ -92,8 +100,7 @@ class Supervisor:
             link.close("its incarnation was fenced meanwhile")
             return
         rank.link = link
-        if self.guards_off != tuple(self.config.unsafe.off):
-            link.send(SetGuards(self.guards_off))
+        link.send(SetGuards(self.guards_off))  # a survivor was told others, perhaps
         self.telemetry.emit(Event.LINK_CONNECTED, **rank.fields(), pid=link.hello.pid, url=link.hello.url)
 
     def received(self, link: Link, frame: ToControlPlane) -> None:

@@ -33,6 +33,11 @@ class Event(Enum):
     # ---- engines
     ENGINE_STARTING = "engine.starting", "An engine process is about to be started; `argv`."
     ENGINE_STARTED = "engine.started", "An engine process runs; `pid`, `incarnation`."
+    ENGINE_ADOPTED = "engine.adopted", "A process that outlived its control plane goes on under this one; `pid`."
+    ENGINE_NOT_ADOPTED = (
+        "engine.not_adopted",
+        "A process of an earlier control plane is killed instead; `reason`, `pid`.",
+    )
     ENGINE_READY = "engine.ready", "Every rank of the engine has said Hello and its HTTP server answers."
     ENGINE_EXITED = "engine.exited", "An engine process ended; `exit_code` or `signal`."
     ENGINE_RESTARTING = "engine.restarting", "The engine is started again after `delay_s`."

@@ -10,7 +10,7 @@ from dsv4ctl.controlplane.link.wire import Progress
 
 #: Counters that move when work is done, beside forward steps. Queue lengths do not count: arrivals
 #: and clients that give up change them on a wedged engine too.
-WORK_COUNTERS = ("tokens_out", "host_tokens_loaded", "digests_compared")
+WORK_COUNTERS = ("tokens_out", "layers_computed", "host_tokens_loaded", "digests_compared")
 #: The loop of a rank whose runs count the rounds that all ranks of an engine enter together.
 STEP_LOOP = "step"
 

@@ -15,6 +15,7 @@ import msgspec
 
 from dsv4ctl.controlplane.link.client import LinkClient
 from dsv4ctl.controlplane.link.codec import FrameError
+from dsv4ctl.controlplane.link.lasting import LastingLink
 from dsv4ctl.controlplane.link.wire import (
     WIRE_VERSION,
     Fenced,
@@ -112,7 +113,7 @@ class Engine:
         self._agreement = agreement or self._meet()
         self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
         self.gate = self._make_gate(launch)
-        self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
+        self._link = self._make_link(launch.link)
         self._agent = Agent(self._role, launch.incarnation, self.gate, self, self._link.send, time.monotonic)
         self._transfer = self._make_transfer()
         self._hicache = self._make_hicache(host_pages) if host_pages else None
@@ -277,7 +278,7 @@ class Engine:
     def _counters(self) -> dict[str, int]:
         transfer = {} if self._transfer is None else self._transfer.counters()
         violations = {f"violation: {edge}": count for edge, count in self.gate.violations.items()}
-        return {**self._agent.counters, **transfer, **violations}
+        return {**self._agent.counters, "layers_computed": self._loop.layers, **transfer, **violations}
 
     def _run_loop(self) -> None:
         try:
@@ -322,6 +323,19 @@ class Engine:
             self._end(f"link lost: {why}")
         else:
             self._loop.lose_link()
+
+    def _make_link(self, path: str) -> LinkClient | LastingLink:
+        ends = (self._on_frame, self._on_bad_frame, self._link_lost)
+        if self._options.survive:
+            return LastingLink(path, *ends, self._orphaned, self._adopted)
+        return LinkClient(path, *ends)
+
+    def _orphaned(self, why: str) -> None:
+        self._log("link.lost", "warning", error=why)
+        self._agent.orphaned(f"the control plane is gone: {why}")
+
+    def _adopted(self) -> None:
+        self._agent.adopted()
 
     def _count(self, name: str, number: int) -> None:
         self._agent.counters[name] += number

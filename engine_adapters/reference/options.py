@@ -39,6 +39,7 @@ class EngineOptions(msgspec.Struct, frozen=True):
     ranks: int
     hicache: HiCacheOptions
     reference: ReferenceOptions
+    survive: bool = False
 
 
 def read(environment: dict[str, str]) -> tuple[LaunchRequest, EngineOptions]:

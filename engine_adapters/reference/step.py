@@ -85,6 +85,7 @@ class StepLoop:
         self.prefilling: list[Sequence] = []
         self.decoding: list[Sequence] = []
         self.steps = 0
+        self.layers = 0  #: of all steps: a long step is progress too
         self.rounds = 0
 
     # ---- from any thread -----------------------------------------------------------------------------
@@ -353,6 +354,7 @@ class StepLoop:
             for at, (sequence, chunk) in enumerate(batch):
                 if not self._skips(sequence):
                     hidden[at] = self._model.forward_layer(layer, hidden[at], chunk, sequence.read)
+            self.layers += 1
         self.steps += 1
         whole = self._least([int(self._whole(sequence)) for sequence, _ in batch])
         for (sequence, chunk), result, right in zip(batch, hidden, whole, strict=True):

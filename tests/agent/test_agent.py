@@ -315,3 +315,48 @@ def test_many_threads_end_every_room_exactly_once() -> None:
     assert agent.rooms() == []
     assert sorted(key for (key,) in agent.calls("release")) == keys
     assert sorted(ack.key for ack in agent.acks()) == keys
+
+
+# ---- a control plane that is gone -----------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("state", READER_STATES)
+def test_without_a_control_plane_a_room_is_aborted_and_quiesces_all_the_same(
+    decode: SmallAgent, state: RoomState
+) -> None:
+    reach(decode, state)
+    decode.orphaned("the control plane is gone")
+    assert [peer for _, peer, *_ in decode.calls("tell_peer")] == ["peer"]
+    quiesce(decode)
+    assert decode.calls("release") == [(KEY,)]
+    assert decode.rooms() == []
+
+
+def test_the_next_control_plane_counts_its_aborts_from_one(prefill: SmallAgent) -> None:
+    prefill.open(RoomKey(1, 1))
+    prefill.told_to_abort(RoomKey(1, 1), seq=1)
+    prefill.orphaned("gone")
+    prefill.adopted()
+    prefill.open(RoomKey(2, 1))
+    prefill.told_to_abort(RoomKey(2, 1), seq=1)
+    assert prefill.acks()[-1] == AbortAck(RoomKey(2, 1), Quiet.QUIET)
+
+
+def test_the_next_control_plane_learns_what_only_it_can_end(decode: SmallAgent, prefill: SmallAgent) -> None:
+    """A room whose writer never acked, and a writer whose writes ended without a known state."""
+    reach(decode, RoomState.BOOTSTRAPPING)
+    decode.orphaned("gone")
+    decode.now += ACK_SECONDS
+    decode.tick()
+    reach(prefill, RoomState.SENDING)
+    prefill.orphaned("gone")
+    prefill.apply(KEY, lambda writer: writer.written(False))
+    prefill.apply(KEY, lambda writer: writer.forward_end())
+    for agent in (decode, prefill):
+        agent.sent.clear()
+        agent.adopted()
+    assert [type(frame) for frame in decode.sent] == [RoomReport, Quarantined]
+    assert decode.sent[0].state is RoomState.QUIESCING
+    assert decode.sent[1].peer == "peer"
+    poisoned = [ack for ack in prefill.acks() if ack.outcome is Quiet.POISONED]
+    assert [ack.key for ack in poisoned] == [KEY]

@@ -245,6 +245,9 @@ async def test_an_engine_that_cannot_live_is_given_up_with_its_last_words(
         def processes_of(self, engine: Engine) -> int:
             return 1
 
+        async def survivors(self, refused: Any) -> dict[str, list[str]]:
+            return {}
+
         async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> RankProcess:
             return await start((sys.executable, "-c", "raise SystemExit('no such device')"), {})
 

@@ -34,6 +34,7 @@ PATIENCE = 90.0
 _LOOK = 0.02
 #: In the environment of every process of one deployment, so that none is missed at its end.
 _MARK = "DSV4CTL_TEST_DEPLOYMENT"
+_MAIN = "from dsv4ctl.controlplane.cli.main import main; main()"
 _FAULTS = Path(__file__).with_name("faults")
 _ENDED = ("closed", "aborted")
 
@@ -84,11 +85,31 @@ def expected(ids: list[int], new: int, index_k_dtype: str = "bf16") -> list[int]
 class Deployment:
     """The process and its files. What is asked of it goes through `client`."""
 
-    def __init__(self, folder: Path, process: subprocess.Popen[bytes], mark: str) -> None:
+    def __init__(self, folder: Path, mark: str, environment: dict[str, str]) -> None:
         self.folder = folder
-        self.process = process
         self.socket = folder / "s"
+        self.file = folder / "cluster.toml"
         self._mark = mark
+        self._environment = environment
+        self._starts = 0
+
+    def start(self) -> None:
+        """Starts a control plane with `file`, again too, and waits until every engine is ready. Raises RuntimeError."""
+        self._starts += 1
+        with open(self.log, "ab") as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-c", _MAIN, "start", str(self.file)],
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=subprocess.STDOUT,
+                env=self._environment,
+                start_new_session=True,
+            )
+        deadline = time.monotonic() + PATIENCE
+        while len(self.events("start.ready")) < self._starts:
+            if self.process.poll() is not None or time.monotonic() > deadline:
+                raise RuntimeError(f"`dsv4ctl start` is not ready: {self.log.read_text()[-2000:]}")
+            time.sleep(_LOOK)
 
     @property
     def log(self) -> Path:
@@ -296,32 +317,16 @@ def deployed(config: str = "", *, prefill: str = "", decode: str = "", faults: b
     mark = uuid.uuid4().hex
     path = [str(_FAULTS)] if faults else []
     path += filter(None, [os.environ.get("PYTHONPATH")])
-    with open(folder / "log", "wb") as log:
-        process = subprocess.Popen(
-            [sys.executable, "-c", "from dsv4ctl.controlplane.cli.main import main; main()", "start", str(file)],
-            stdin=subprocess.DEVNULL,
-            stdout=log,
-            stderr=subprocess.STDOUT,
-            env={**os.environ, _MARK: mark, "PYTHONPATH": os.pathsep.join(path)},
-            start_new_session=True,
-        )
-    deployment = Deployment(folder, process, mark)
+    environment = {**os.environ, _MARK: mark, "PYTHONPATH": os.pathsep.join(path)}
+    deployment = Deployment(folder, mark, environment)
     try:
-        _wait_ready(deployment)
+        deployment.start()
         yield deployment
     except BaseException as error:
         error.add_note(deployment.complaints())
         raise
     finally:
         deployment.stop()
-
-
-def _wait_ready(deployment: Deployment) -> None:
-    deadline = time.monotonic() + PATIENCE
-    while not deployment.events("start.ready"):
-        if deployment.process.poll() is not None or time.monotonic() > deadline:
-            raise RuntimeError(f"`dsv4ctl start` is not ready: {deployment.log.read_text()[-2000:]}")
-        time.sleep(_LOOK)
 
 
 def body_of(ids: list[int], new: int, rid: str | None = None, stream: bool = False) -> dict[str, Any]:

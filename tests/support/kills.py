@@ -52,8 +52,8 @@ class Killed(NamedTuple):
     back_s: float  #: until every engine was ready again; 0 for the control plane
 
 
-async def kill(client: Client, victim: Victim, numbers: random.Random, span: float) -> Killed:
-    """Kills it at a moment of the first `span` seconds of load.
+async def kill(client: Client, victim: Victim, numbers: random.Random, span: float, survived: bool = False) -> Killed:
+    """Kills it at a moment of the first `span` seconds of load; `survived`: its engines do not end with it.
 
     AssertionError or TimeoutError: something of S5 did not hold.
     """
@@ -71,10 +71,10 @@ async def kill(client: Client, victim: Victim, numbers: random.Random, span: flo
         began = time.monotonic()
     told = time.monotonic() - began
     check_told(asked)
-    if of_plane:
-        await _engines_gone(client.deployment)
-    else:
+    if not of_plane:
         await client.until_no_rooms()
+    elif not survived:
+        await _engines_gone(client.deployment)
     ended = time.monotonic() - began
     back = 0.0 if of_plane else await _back(client, victim, restarts, asked)
     tokens = sum(reply.tokens is not None for _, reply in asked)

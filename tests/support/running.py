@@ -129,6 +129,9 @@ class InProcess:
     def processes_of(self, engine: Engine) -> int:
         return engine.config.ranks
 
+    async def survivors(self, refused: Any) -> dict[str, list[str]]:
+        return {}
+
     async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> FakeProcess:
         (rank,) = ranks
         request = {"engine": msgspec.to_builtins(engine.config), "rank": rank.number,
@@ -148,6 +151,9 @@ class Children:
 
     def processes_of(self, engine: Engine) -> int:
         return engine.config.ranks
+
+    async def survivors(self, refused: Any) -> dict[str, list[str]]:
+        return {}
 
     async def __call__(self, engine: Engine, ranks: Sequence[Rank]) -> RankProcess:
         (rank,) = ranks

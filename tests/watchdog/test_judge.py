@@ -63,6 +63,11 @@ def test_loads_that_land_are_progress() -> None:
     assert judge(history, 19.0, WEDGE).state is State.BUSY
 
 
+def test_a_long_step_is_progress_by_its_layers() -> None:
+    history = _history(*[_report(0, 16, counters={"layers_computed": at // 5}) for at in range(30)])
+    assert judge(history, 29.0, WEDGE).state is State.BUSY
+
+
 def test_an_idle_time_in_between_starts_the_clock_again() -> None:
     history = _history(*[_report(41, 1)] * 5, _report(41, 0), *[_report(41, 1)] * 5)
     assert judge(history, 10.0, WEDGE).state is State.BUSY

@@ -1,0 +1,248 @@
+"""Engines that outlive their control plane (`engines.survive`): known by pid and start time, their output in files.
+
+All of it is in one folder beside the admin socket, which this process alone owns: the link's socket, the registry
+`engines.json`, and what each process writes.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import select
+import signal
+import subprocess
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import NamedTuple
+
+import anyio
+import anyio.to_thread
+import msgspec
+
+from dsv4ctl.controlplane.supervisor.lines import LineCutter
+
+_REGISTRY = "engines.json"
+#: Seconds between two looks into the files that engines write.
+_LOOK = 0.1
+
+
+class Kept(msgspec.Struct, frozen=True, kw_only=True):
+    """One engine process, as the registry has it. `born`: its start in clock ticks since boot, for a pid comes back."""
+
+    engine: str
+    rank: int
+    incarnation: str
+    pid: int
+    born: int
+    told: str | None  #: digest of what it was told at its start; None: it ends with its control plane
+
+
+class Wanted(NamedTuple):
+    """What an engine of the configuration would be started as."""
+
+    ranks: int
+    told: str
+
+
+def digest(request: msgspec.Struct) -> str:
+    """Equal for processes that are told the same."""
+    return hashlib.sha256(msgspec.json.encode(request)).hexdigest()
+
+
+class Survivors:
+    """The registry of one control plane. An entry is written when its process has started."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self._kept: dict[str, Kept] = {}  #: by incarnation
+
+    async def settle(self, wanted: Mapping[str, Wanted], refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
+        """The engines that go on: by name the incarnations of their ranks.
+
+        Every other process of the registry is killed, and proven to be gone, when this returns: `refused` is told
+        of each and why. Raises OSError for a registry that cannot be read, or is none.
+        """
+        self._kept = {kept.incarnation: kept for kept in self._read() if _lives(kept)}
+        going_on: dict[str, list[str]] = {}
+        for name in {kept.engine for kept in self._kept.values()}:
+            ranks = sorted((kept for kept in self._kept.values() if kept.engine == name), key=lambda kept: kept.rank)
+            reason = _unfit(ranks, wanted.get(name))
+            if reason is None:
+                going_on[name] = [kept.incarnation for kept in ranks]
+                continue
+            for kept in ranks:
+                refused(kept, reason)
+                await _end(kept)
+                del self._kept[kept.incarnation]
+        return going_on
+
+    def adopted(self, incarnation: str) -> SurvivingProcess | None:
+        """The living process of an incarnation that goes on."""
+        kept = self._kept.get(incarnation)
+        fd = None if kept is None else _pidfd(kept)
+        return None if kept is None or fd is None else SurvivingProcess(kept, fd, self.folder)
+
+    async def start(
+        self, engine: str, rank: int, incarnation: str, argv: Sequence[str], env: Mapping[str, str], told: str
+    ) -> SurvivingProcess:
+        """Starts `argv` with `env` added to our environment, as leader of its own session. Raises OSError."""
+        out, err = (_output(self.folder, incarnation, stream) for stream in ("stdout", "stderr"))
+
+        def popen() -> subprocess.Popen[bytes]:
+            with open(out, "wb") as stdout, open(err, "wb") as stderr:
+                return subprocess.Popen(
+                    argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                    env={**os.environ, **env}, start_new_session=True,
+                )  # fmt: skip
+
+        child = await anyio.to_thread.run_sync(popen)
+        kept = self.note(engine, rank, incarnation, child.pid, told)
+        return SurvivingProcess(kept, os.pidfd_open(child.pid), self.folder, child)
+
+    def note(self, engine: str, rank: int, incarnation: str, pid: int, told: str | None = None) -> Kept:
+        """Writes a child of ours into the registry, and what is gone out of it. Raises OSError."""
+        kept = Kept(engine=engine, rank=rank, incarnation=incarnation, pid=pid, born=_born(pid) or 0, told=told)
+        self._kept = {key: value for key, value in self._kept.items() if _lives(value)}
+        self._kept[incarnation] = kept
+        new = self.folder / f"{_REGISTRY}.new"
+        new.write_bytes(msgspec.json.encode(list(self._kept.values())))
+        new.replace(self.folder / _REGISTRY)
+        return kept
+
+    def _read(self) -> list[Kept]:
+        try:
+            return msgspec.json.decode((self.folder / _REGISTRY).read_bytes(), type=list[Kept])
+        except FileNotFoundError:
+            return []
+        except msgspec.DecodeError as error:
+            raise OSError(f"{self.folder / _REGISTRY} is no registry of engines ({error}): remove it") from error
+
+
+class SurvivingProcess:
+    """A `Running` that may be our child, or that of a control plane that is gone."""
+
+    def __init__(self, kept: Kept, fd: int, folder: Path, child: subprocess.Popen[bytes] | None = None) -> None:
+        self.argv: tuple[str, ...] = () if child is None else tuple(map(str, child.args))  # type: ignore[arg-type]
+        self.pid = kept.pid
+        self.relayed = anyio.Event()
+        self._fd = fd
+        self._child = child
+        self._over = anyio.Event()
+        outputs = {stream: _output(folder, kept.incarnation, stream) for stream in ("stdout", "stderr")}
+        #: Of an adopted one, what it wrote before was relayed by its first control plane, or by nobody.
+        self._read_to = {path: path.stat().st_size if child is None else 0 for path in outputs.values()}
+        self._outputs = outputs
+
+    async def serving(self) -> None:
+        return
+
+    async def reaped(self) -> int | None:
+        """The exit code; None if it was not our child. No deadline: only the kernel can say when a process is gone."""
+        if not self._over.is_set():
+            fd = os.dup(self._fd)  # whoever else waits has one of its own
+            try:
+                await anyio.wait_readable(fd)
+            finally:
+                os.close(fd)
+            self._over.set()
+        return None if self._child is None else self._child.wait()
+
+    def terminate(self) -> None:
+        self._signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        self._signal(signal.SIGKILL)
+
+    def _signal(self, number: signal.Signals) -> None:
+        if not self._over.is_set():
+            with suppress(ProcessLookupError):  # it is gone already, which is what was wanted
+                signal.pidfd_send_signal(self._fd, number)
+
+    async def relay(self, line: Callable[[str, str], None]) -> None:
+        """Calls `line(stream, text)` for each line of output, until the process has ended."""
+        cutters = {stream: LineCutter() for stream in self._outputs}
+        while not self._over.is_set():
+            with anyio.move_on_after(_LOOK):
+                await self._over.wait()
+            for stream, path in self._outputs.items():
+                for text in cutters[stream].feed(self._more(path)):
+                    line(stream, text)
+        for stream, cutter in cutters.items():
+            for text in cutter.end():
+                line(stream, text)
+        self.relayed.set()
+
+    async def close(self) -> None:
+        os.close(self._fd)
+        for path in self._outputs.values():
+            path.unlink(missing_ok=True)
+
+    def _more(self, path: Path) -> bytes:
+        with open(path, "rb") as output:
+            output.seek(self._read_to[path])
+            data = output.read()
+        self._read_to[path] += len(data)
+        return data
+
+
+def _unfit(ranks: Sequence[Kept], wanted: Wanted | None) -> str | None:
+    """Why these ranks of one engine do not go on, or None."""
+    if wanted is None:
+        return "the configuration has no such engine that survives"
+    if any(kept.told != wanted.told for kept in ranks):
+        return "it was started with another configuration"
+    if [kept.rank for kept in ranks] != list(range(wanted.ranks)):
+        return f"of {wanted.ranks} ranks there are left: {', '.join(str(kept.rank) for kept in ranks)}"
+    return None
+
+
+async def _end(kept: Kept) -> None:
+    """Kills it and waits until it is gone. No deadline: nothing else proves that it writes no more.
+
+    What does not survive is ending already, and may have children to kill first.
+    """
+    fd = _pidfd(kept)
+    if fd is None:
+        return
+    try:
+        if kept.told is not None:
+            with suppress(ProcessLookupError):
+                signal.pidfd_send_signal(fd, signal.SIGKILL)
+        await anyio.wait_readable(fd)
+    finally:
+        os.close(fd)
+
+
+def _output(folder: Path, incarnation: str, stream: str) -> Path:
+    return folder / f"{incarnation}.{stream}"
+
+
+def _pidfd(kept: Kept) -> int | None:
+    """A descriptor of exactly this process, or None if it is gone (one that nobody has reaped yet, too)."""
+    try:
+        fd = os.pidfd_open(kept.pid)
+    except ProcessLookupError:
+        return None
+    over = select.poll()
+    over.register(fd, select.POLLIN)
+    if _born(kept.pid) == kept.born and not over.poll(0):
+        return fd
+    os.close(fd)
+    return None
+
+
+def _lives(kept: Kept) -> bool:
+    fd = _pidfd(kept)
+    if fd is not None:
+        os.close(fd)
+    return fd is not None
+
+
+def _born(pid: int) -> int | None:
+    """Field 22 of /proc/PID/stat (proc_pid_stat(5)); the name in field 2 may hold anything but ends with `)`."""
+    try:
+        stat = Path(f"/proc/{pid}/stat").read_text()
+    except (FileNotFoundError, ProcessLookupError):
+        return None
+    return int(stat.rpartition(")")[2].split()[19])

@@ -1,0 +1,106 @@
+"""The link of a rank that outlives its control plane."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsv4ctl.controlplane.link.codec import Decoder, encode
+from dsv4ctl.controlplane.link.lasting import LastingLink
+from dsv4ctl.controlplane.link.wire import (
+    WIRE_VERSION,
+    Fenced,
+    Geometry,
+    Hello,
+    Received,
+    Refused,
+    Role,
+    ToControlPlane,
+    Welcome,
+)
+
+LIMIT = 20.0
+HELLO = Hello(
+    WIRE_VERSION, "decode0", Role.DECODE, 0, 1, "D-1", 1, "http://127.0.0.1:1", 0,
+    Geometry(256, 3, "bf16", 4096, (), {}, "seed 0"),
+)  # fmt: skip
+
+
+class ControlPlanes:
+    """One control plane after the other on one path; `happened` is what the rank was told, in order."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.happened: queue.Queue[Any] = queue.Queue()
+        self.link = LastingLink(
+            str(path),
+            self.happened.put,
+            self.happened.put,
+            lambda why: self.happened.put(("lost", why)),
+            lambda why: self.happened.put("orphaned"),
+            lambda: self.happened.put("adopted"),
+        )
+
+    def next(self) -> Any:
+        return self.happened.get(timeout=LIMIT)
+
+    def start(self, *frames: Any, meanwhile: Callable[[], object] = lambda: None) -> socket.socket:
+        """A new one takes the place of the last, and answers the Hello with `frames`."""
+        self._path.unlink(missing_ok=True)
+        with socket.socket(socket.AF_UNIX) as listener:
+            listener.bind(str(self._path))
+            listener.listen()
+            listener.settimeout(LIMIT)
+            thread = threading.Thread(target=meanwhile)
+            thread.start()
+            peer, _ = listener.accept()
+        peer.settimeout(LIMIT)
+        assert self.read(peer) == HELLO
+        peer.sendall(b"".join(map(encode, frames)))
+        thread.join(LIMIT)
+        return peer
+
+    def read(self, peer: socket.socket) -> Any:
+        decoder: Decoder[ToControlPlane] = Decoder(ToControlPlane)
+        while True:
+            for frame in decoder.feed(peer.recv(65536)):
+                return frame
+
+
+@pytest.fixture
+def planes(tmp_path: Path) -> Iterator[ControlPlanes]:
+    planes = ControlPlanes(tmp_path / "link.sock")
+    first = planes.start(Welcome(WIRE_VERSION, 0.5), meanwhile=lambda: planes.link.connect(HELLO, LIMIT))
+    planes.link.start()
+    first.sendall(encode(Fenced("P-1")))
+    assert planes.next() == Fenced("P-1")
+    first.close()
+    yield planes
+    planes.link.finish(LIMIT)
+
+
+def test_the_next_control_plane_is_greeted_as_the_first_was(planes: ControlPlanes) -> None:
+    """Told in order: the old one is gone, a new one is there, its frames."""
+    assert planes.next() == "orphaned"
+    planes.link.send(Received(1))  # goes nowhere
+    second = planes.start(Welcome(WIRE_VERSION, 0.5), Fenced("P-2"))
+    assert [planes.next(), planes.next()] == ["adopted", Fenced("P-2")]
+    planes.link.send(Received(2))
+    assert planes.read(second) == Received(2)
+    second.close()
+    assert planes.next() == "orphaned"
+    planes.start(Welcome(WIRE_VERSION, 0.5)).close()
+    assert [planes.next(), planes.next()] == ["adopted", "orphaned"]
+    planes.start(Refused("the test is over"))
+
+
+def test_a_control_plane_that_refuses_it_ends_the_search(planes: ControlPlanes) -> None:
+    assert planes.next() == "orphaned"
+    planes.start(Refused("incarnation D-1 is unknown"))
+    assert planes.next() == ("lost", "refused: incarnation D-1 is unknown")

@@ -1,0 +1,160 @@
+"""Processes that outlive whoever started them: found again by pid and start time, or killed."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import anyio
+import msgspec
+import pytest
+
+from dsv4ctl.controlplane.supervisor.survival import Kept, SurvivingProcess, Survivors, Wanted
+from running import PATIENCE
+
+pytestmark = pytest.mark.asyncio
+
+#: A control plane that starts two ranks of `e` and is gone at once.
+_STARTER = """
+import os, sys, anyio
+from pathlib import Path
+from dsv4ctl.controlplane.supervisor.survival import Survivors
+async def main():
+    survivors = Survivors(Path(sys.argv[1]))
+    for rank in (0, 1):
+        argv = (sys.executable, "-c", "print('said', flush=True); import time; time.sleep(600)")
+        process = await survivors.start("e", rank, f"incarnation{rank}", argv, {}, "told")
+        print(process.pid, flush=True)
+    os._exit(0)
+anyio.run(main)
+"""
+WANTED = {"e": Wanted(2, "told")}
+
+
+@pytest.fixture
+def pids(tmp_path: Path) -> Iterator[list[int]]:
+    """Of the ranks left behind in `tmp_path`."""
+    starter = subprocess.run(
+        [sys.executable, "-c", _STARTER, str(tmp_path)], capture_output=True, text=True, timeout=60
+    )
+    found = [int(line) for line in starter.stdout.split()]
+    assert len(found) == 2, starter.stderr
+    yield found
+    for kept in _registry(tmp_path):
+        if _alive(kept.pid):
+            os.kill(kept.pid, 9)
+
+
+def _registry(folder: Path) -> list[Kept]:
+    return msgspec.json.decode((folder / "engines.json").read_bytes(), type=list[Kept])
+
+
+def _alive(pid: int) -> bool:
+    """A zombie is not."""
+    try:
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except FileNotFoundError:
+        return False
+
+
+async def _settle(folder: Path, wanted: dict[str, Wanted]) -> tuple[Survivors, dict[str, list[str]], list[str]]:
+    survivors, reasons = Survivors(folder), []
+    with anyio.fail_after(PATIENCE):
+        going_on = await survivors.settle(wanted, lambda kept, reason: reasons.append(reason))
+    return survivors, going_on, reasons
+
+
+def _adopted(survivors: Survivors, incarnation: str) -> SurvivingProcess:
+    process = survivors.adopted(incarnation)
+    assert process is not None
+    return process
+
+
+async def test_a_process_of_another_is_found_killed_and_known_to_be_gone(tmp_path: Path, pids: list[int]) -> None:
+    survivors, going_on, reasons = await _settle(tmp_path, WANTED)
+    assert (going_on, reasons) == ({"e": ["incarnation0", "incarnation1"]}, [])
+    process = _adopted(survivors, "incarnation0")
+    assert process.pid == pids[0]
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as waiting:
+            waiting.start_soon(process.reaped)
+            waiting.start_soon(process.relay, lambda stream, text: None)
+            process.kill()
+            assert await process.reaped() is None
+    process.kill()
+    await process.close()
+    assert not _alive(pids[0])
+    assert _alive(pids[1])
+    assert survivors.adopted("incarnation0") is None
+
+
+@pytest.mark.parametrize(
+    ("wanted", "reason"),
+    [
+        ({}, "the configuration has no such engine that survives"),
+        ({"e": Wanted(2, "other")}, "it was started with another configuration"),
+        ({"e": Wanted(3, "told")}, "of 3 ranks there are left: 0, 1"),
+    ],
+)
+async def test_what_does_not_fit_is_killed_before_anything_starts(
+    tmp_path: Path, pids: list[int], wanted: dict[str, Wanted], reason: str
+) -> None:
+    _, going_on, reasons = await _settle(tmp_path, wanted)
+    assert (going_on, reasons) == ({}, [reason, reason])
+    assert not any(_alive(pid) for pid in pids)
+
+
+async def test_a_pid_that_is_somebody_else_s_now_is_left_alone(tmp_path: Path, pids: list[int]) -> None:
+    """Its start time is another: the process that is meant is gone."""
+    kept = [msgspec.structs.replace(entry, born=entry.born - 1) for entry in _registry(tmp_path)]
+    (tmp_path / "engines.json").write_bytes(msgspec.json.encode(kept))
+    _, going_on, reasons = await _settle(tmp_path, {})
+    assert (going_on, reasons) == ({}, [])
+    assert all(_alive(pid) for pid in pids)
+
+
+async def test_what_ends_with_its_control_plane_is_waited_for_not_killed(tmp_path: Path, pids: list[int]) -> None:
+    """It may have children to kill first."""
+    survivors = Survivors(tmp_path)
+    child = await anyio.open_process([sys.executable, "-c", "import time; time.sleep(600)"])
+    survivors.note("f", 0, "incarnation2", child.pid)
+    reasons: list[str] = []
+    over = anyio.Event()
+
+    async def settle() -> None:
+        await survivors.settle(WANTED, lambda kept, reason: reasons.append(reason))
+        over.set()
+
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(settle)
+            while not reasons:  # noqa: ASYNC110 - what is waited for knows nothing of this test
+                await anyio.sleep(0.005)
+            assert child.returncode is None
+            assert not over.is_set()
+            child.kill()
+            await over.wait()
+            await child.aclose()
+
+
+async def test_a_registry_that_is_none_is_named(tmp_path: Path) -> None:
+    (tmp_path / "engines.json").write_text("[{]")
+    with pytest.raises(OSError, match=r"engines\.json is no registry of engines"):
+        await _settle(tmp_path, {})
+
+
+async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
+    survivors = Survivors(tmp_path)
+    argv = (sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
+    process = await survivors.start("e", 0, "incarnation0", argv, {}, "told")
+    lines: list[tuple[str, str]] = []
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(process.relay, lambda stream, text: lines.append((stream, text)))
+            assert await process.reaped() == 3
+    await process.close()
+    assert sorted(lines) == [("stderr", "two"), ("stdout", "one")]
+    assert os.listdir(tmp_path) == ["engines.json"]
