@@ -11,6 +11,17 @@ from dsv4ctl.controlplane.tickets.types import HOST, SpaceSpec
 _INDEX_K = {256: "bf16", 132: "fp8", 68: "fp4"}
 
 
+def _buffers(pool: Any) -> Any:
+    return () if pool is None else pool.kv_buffer
+
+
+def _index_buffers(pool: Any) -> Any:
+    if pool is None:
+        return ()
+    contiguous = getattr(pool, "contiguous_page_row_buffers", None)
+    return pool.index_k_with_scale_buffer if contiguous is None else contiguous()
+
+
 class Pools:
     """The buffers of one rank's device pool. `full` are the pools that a prefix is shared and sent by."""
 
@@ -26,9 +37,9 @@ class Pools:
         self._layers_of[0] = tuple(range(first, first + self.layers))
         #: pool -> (layers, one buffer [pages, page_bytes] a layer), in the order in which they are sent
         self.full = self._present(
-            ("c4_kv", 4, kvcache.c4_kv_pool.kv_buffer),
-            ("index_k", 4, kvcache.c4_indexer_kv_pool.index_k_with_scale_buffer),
-            ("c128_kv", 128, kvcache.c128_kv_pool.kv_buffer),
+            ("c4_kv", 4, _buffers(kvcache.c4_kv_pool)),
+            ("index_k", 4, _index_buffers(kvcache.c4_indexer_kv_pool)),
+            ("c128_kv", 128, _buffers(kvcache.c128_kv_pool)),
         )
         self.window = self._present(("swa_kv", 0, kvcache.swa_kv_pool.kv_buffer))
         self._states = {

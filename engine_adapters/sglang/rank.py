@@ -65,17 +65,18 @@ def here() -> Rank | None:
 
 
 class Rank:
-    def __init__(self, launch: LaunchRequest, scheduler: Any) -> None:
+    def __init__(self, launch: LaunchRequest, scheduler: Any, number: int, ranks: int) -> None:
         self.scheduler = scheduler
         self.launch = launch
         self.role = Role(str(launch.engine["role"]))
-        self.number = int(scheduler.ps.tp_rank)
-        self.ranks = int(scheduler.ps.tp_size)
+        self.number = number
+        self.ranks = ranks
         self.incarnation = (launch.incarnations or (launch.incarnation,))[self.number - launch.rank]
         self.page_tokens = int(scheduler.token_to_kv_pool_allocator.page_size)
         self.pools = Pools(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.gate = self._make_gate()
         self.copies = Copies(self.gate)
+        self.integrity = load_policy("integrity", launch.integrity)()
         self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
@@ -104,7 +105,7 @@ class Rank:
         return gate
 
     def _make_digests(self) -> PageDigests | None:
-        if not load_policy("integrity", self.launch.integrity)().compares_digests():
+        if not self.integrity.compares_digests():
             return None
         return PageDigests(self.pools, self._host_pages().get("full", 0))
 
@@ -290,11 +291,11 @@ class Rank:
         )
 
 
-def attach(scheduler: Any) -> Rank:
-    """Makes the rank of this process. Call it once."""
+def attach(scheduler: Any, number: int, ranks: int) -> Rank:
+    """Makes the rank of this process, `number` of `ranks` (tensor parallel). Call it once."""
     if _Process.launch is None:
         raise RuntimeError("a scheduler runs whose process was not launched by the control plane")
-    _Process.rank = Rank(_Process.launch, scheduler)
+    _Process.rank = Rank(_Process.launch, scheduler, number, ranks)
     return _Process.rank
 
 

@@ -8,7 +8,11 @@ from __future__ import annotations
 from typing import Literal, NamedTuple
 
 #: Releases on which every hook below was verified against the real wheel.
-VERIFIED: tuple[str, ...] = ("0.5.16",)
+VERIFIED: tuple[str, ...] = ("0.5.16", "0.5.23")
+#: Without an acknowledgement of aborts, a deferred release and a sender time-out of its own.
+_BARE = ("0.5.16",)
+#: With them: the hooks build on them.
+_DEFERRED = ("0.5.23",)
 
 Kind = Literal["around", "after", "replace"]
 
@@ -120,6 +124,7 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.rooms_prefill:poll",
         "around",
         "a sender that no decode rank answers ends by the time-out",
+        _BARE,
     ),
     Hook(
         "disaggregation.utils.poll_and_all_reduce_attn_cp_tp_group",
@@ -144,6 +149,14 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.bootstrap:listen",
         "after",
         "a decode rank hears acks and digests of its prefill ranks",
+        _BARE,
+    ),
+    Hook(
+        _NIXL + "NixlKVManager._start_decode_listener_thread",
+        "hooks.bootstrap:listen_beside",
+        "replace",
+        "the listener lives through any frame, and hears our digests beside SGLang's own frames",
+        _DEFERRED,
     ),
     Hook(
         _NIXL + "NixlKVReceiver.__init__",
@@ -174,6 +187,28 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.rooms_decode:hold",
         "around",
         "a failed room keeps its pages and its metadata slot until every writer acknowledged or was fenced",
+        _BARE,
+    ),
+    Hook(
+        _DECODE + "DecodeTransferQueue._defer_release",
+        "hooks.rooms_decode:defer",
+        "around",
+        "a deferred release has no time-out: only an acknowledgement or a fence gives pages back",
+        _DEFERRED,
+    ),
+    Hook(
+        "disaggregation.common.conn.CommonKVManager.is_abort_release_safe",
+        "hooks.rooms_decode:release_safe",
+        "around",
+        "safe is what the agent knows: every writer of this generation acknowledged, or was fenced",
+        _DEFERRED,
+    ),
+    Hook(
+        "disaggregation.common.conn.CommonKVManager.note_abort_ack",
+        "hooks.rooms_decode:abort_ack",
+        "around",
+        "SGLang's own acknowledgement counts as ours",
+        _DEFERRED,
     ),
     Hook(
         _DECODE + "DecodeTransferQueue._commit_transfer_to_req",
@@ -186,6 +221,7 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.agreement:handshake_waiters",
         "around",
         "every rank enters the reduction: stock skips it on what one rank alone knows",
+        _BARE,
     ),
     Hook(
         "mem_cache.common.release_kv_cache",

@@ -20,6 +20,7 @@ from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.sglang.digests import Fetched
+from dsv4ctl.engine_adapters.sglang.loads import Event
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Digests, Outbox, Trailer, with_trailer
 
 #: Request ids remembered by room, for aborts that name the room.
@@ -36,6 +37,7 @@ class Room:
     exposed: bool = False
     verified: bool = False
     writers: dict[str, str] = field(default_factory=dict)  #: on a decode rank: incarnation -> endpoint
+    waits: list[Event] = field(default_factory=list)  #: on a prefill rank: forwards that still write its pages
     sealed: Fetched | None = None  #: on a prefill rank: what its pages were when they were computed
     told: dict[str, Digests] = field(default_factory=dict)  #: on a decode rank: what each writer's pages were
     found: Fetched | None = None  #: on a decode rank: what landed
@@ -201,6 +203,14 @@ class Rooms:
         if room is None or room.key != frame.key or frame.incarnation not in room.opening.peers:
             raise ValueError(f"digests of room {frame.key} from {frame.incarnation}: no room waits for them")
         room.told[frame.incarnation] = frame
+
+    def acknowledged(self, number: int, writer: int) -> None:
+        """SGLang's own acknowledgement of the abort, by writer `writer` of the prefill engine."""
+        room = self._rooms.get(number)
+        if room is not None:
+            peers = room.opening.peers
+            peer = peers[0] if len(peers) == 1 else peers[writer % len(peers)]
+            self._agent.peer_ack(room.key, peer, Quiet.QUIET)
 
     def note(self, room: Room, **detail: Any) -> None:
         self._agent.note(room.key, **detail)

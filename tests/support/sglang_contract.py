@@ -30,7 +30,7 @@ from sglang.srt.disaggregation import decode, utils  # noqa: E402
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
 from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
-from sglang.srt.managers.scheduler_components.request_receiver import SchedulerRequestReceiver  # noqa: E402
+from sglang.srt.managers.scheduler_components import request_receiver  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
@@ -45,6 +45,11 @@ from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chu
 CHECKS: dict[str, Callable[[bool], None]] = {}
 #: Checks that have no meaning without hooks.
 ALONE: set[str] = set()
+#: Checks of a hook that not every release needs.
+NEEDS = {
+    "every_rank_enters_the_handshake_reduction": "hooks.agreement:handshake_waiters",
+    "own_acknowledgement_of_sglang_counts": "hooks.rooms_decode:abort_ack",
+}
 
 
 def check(function: Callable[[bool], None]) -> Callable[[bool], None]:
@@ -364,7 +369,16 @@ def failed_room_keeps_its_source_pages_while_a_write_is_in_flight(hooked: bool) 
 def _transfer_queue(made: World, status: int, written: int = 7) -> Any:
     """SGLang's queue of a decode rank with room 7 in it."""
     queue = object.__new__(decode.DecodeTransferQueue)
-    receiver = SimpleNamespace(poll=lambda: status, clear=lambda: None, failure_exception=lambda: None)
+    manager = object.__new__(conn.NixlKVManager)
+    manager.__dict__.update(enable_deferred_decode_kv_release=True, _deferred_abort_ack_tracker={})
+    receiver = SimpleNamespace(
+        poll=lambda: status,
+        clear=lambda: None,
+        failure_exception=lambda: None,
+        kv_mgr=manager,
+        abort_notified=True,
+        bootstrap_infos=[None],
+    )
     request = SimpleNamespace(
         bootstrap_room=7, bootstrap_host="host", rid="request", return_logprob=False, finished_reason=None
     )
@@ -381,7 +395,13 @@ def _transfer_queue(made: World, status: int, written: int = 7) -> Any:
         queue=[item],
         gloo_group=None,
         tp_rank=0,
-        metadata_buffers=SimpleNamespace(bootstrap_room=torch.full((1, 8), written, dtype=torch.int64)),
+        metadata_buffers=SimpleNamespace(
+            bootstrap_room=torch.full((1, 8), written, dtype=torch.int64), clear_slot=lambda slot: None
+        ),
+        enable_host_receive=False,
+        enable_deferred_kv_release=True,
+        deferred_kv_release_timeout=-1.0,  # a time-out that has always passed
+        _deferred_releases=[],
         req_to_metadata_buffer_idx_allocator=SimpleNamespace(free=made.host.done.append),
         scheduler=scheduler,
         tree_cache=None,
@@ -391,6 +411,13 @@ def _transfer_queue(made: World, status: int, written: int = 7) -> Any:
     )
     decode.release_kv_cache = lambda *args, **kwargs: made.host.done.append("released")
     return queue
+
+
+def _turn(queue: Any) -> None:
+    """What a turn of the decode loop does with its transfers."""
+    queue.pop_transferred()
+    if hasattr(queue, "resolve_deferred_releases"):
+        queue.resolve_deferred_releases()
 
 
 def _exposed(made: World) -> RoomKey:
@@ -406,16 +433,37 @@ def failed_room_keeps_its_pages_and_slot_until_the_writer_acknowledged(hooked: b
     made = world(Role.DECODE, hooked)
     key = _exposed(made)
     queue = _transfer_queue(made, KVPoll.Failed)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == [], made.host.done
     assert made.rank.rooms.held_pages() == 2
     made.rank.agent.peer_ack(RoomKey(7, 0), PEER, Quiet.QUIET)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == [], "an ack of an older generation gave the pages back"
     assert made.rank.counters["late_acks"] == 1
     made.rank.agent.peer_ack(key, PEER, Quiet.QUIET)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == ["released", 0], made.host.done
+
+
+@alone
+def own_acknowledgement_of_sglang_counts(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    _exposed(made)
+    queue = _transfer_queue(made, KVPoll.Failed)
+    manager = queue.queue[0].kv_receiver.kv_mgr
+    manager._deferred_abort_generation = 4
+    generation = manager.register_deferred_abort_room(7)
+    _turn(queue)
+    manager.note_abort_ack(7, 0, generation - 1)
+    _turn_held(queue)
+    assert made.host.done == [], "an acknowledgement of an older generation gave the pages back"
+    manager.note_abort_ack(7, 0, generation)
+    _turn_held(queue)
+    assert made.host.done == ["released", 0], made.host.done
+
+
+def _turn_held(queue: Any) -> None:
+    queue.resolve_deferred_releases()
 
 
 @check
@@ -425,10 +473,10 @@ def failed_room_waits_for_every_writer(hooked: bool) -> None:
     made.rank.agent.apply(key, lambda half: half.expose())
     queue = _transfer_queue(made, KVPoll.Failed)
     made.rank.agent.peer_ack(key, "a", Quiet.QUIET)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == [], made.host.done
     made.rank.agent.peer_ack(key, "b", Quiet.QUIET)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == ["released", 0]
 
 
@@ -437,7 +485,7 @@ def foreign_metadata_is_a_verdict_before_the_commit(hooked: bool) -> None:
     made = world(Role.DECODE, hooked)
     _exposed(made)
     queue = _transfer_queue(made, KVPoll.Success, written=8)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == [], made.host.done
     assert made.rank.counters["metadata_mismatches"] == 1
 
@@ -447,7 +495,7 @@ def good_room_is_committed(_: bool) -> None:
     made = world(Role.DECODE, True)
     key = _exposed(made)
     queue = _transfer_queue(made, KVPoll.Success)
-    queue.pop_transferred()
+    _turn(queue)
     assert made.host.done == ["commit", 0], made.host.done
     assert made.states(key)[-1] is RoomState.VERIFIED
 
@@ -464,7 +512,7 @@ def every_rank_enters_the_handshake_reduction(hooked: bool) -> None:
         req=SimpleNamespace(rid="r", time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None)),
     )
     queue = object.__new__(decode.DecodePreallocQueue)
-    queue.__dict__.update(queue=[waiting], gloo_group=None)
+    queue.__dict__.update(queue=[waiting], gloo_group=None, pp_size=1)
     try:
         queue._update_handshake_waiters()
     finally:
@@ -474,14 +522,23 @@ def every_rank_enters_the_handshake_reduction(hooked: bool) -> None:
     assert made.rank is not None
 
 
+def _receiver() -> Any:
+    """SGLang's receiver of a single rank."""
+    receiver = object.__new__(request_receiver.SchedulerRequestReceiver)
+    alone = SimpleNamespace(tp_size=1, attn_tp_size=1, attn_cp_size=1, enable_dp_attention=False, attn_dp_enabled=False)
+    for name in ("ps", "server_args"):
+        if name in request_receiver.SchedulerRequestReceiver.__slots__:
+            object.__setattr__(receiver, name, alone)
+    request_receiver.get_parallel = lambda: alone
+    request_receiver.get_exec = lambda: alone
+    return receiver
+
+
 @check
 def aborts_of_the_link_are_applied_where_every_rank_takes_part(hooked: bool) -> None:
     made = world(Role.DECODE, hooked)
     key = _exposed(made)
-    receiver = object.__new__(SchedulerRequestReceiver)
-    arguments = SimpleNamespace(enable_dp_attention=False)
-    for name, value in {"ps": SimpleNamespace(tp_size=1), "server_args": arguments}.items():
-        object.__setattr__(receiver, name, value)
+    receiver = _receiver()
     request = SimpleNamespace(bootstrap_room=7, rid="the request")
     assert receiver._broadcast_reqs_across_ranks([request]) == [request]
     made.abort(key)
@@ -495,12 +552,7 @@ def fresh_room_finds_no_cached_prefix(hooked: bool) -> None:
     made = world(Role.PREFILL, hooked)
     opening = OpenRoom(RoomKey(7, 2), "request", None, "other", (PEER,), {"ack": 10.0}, "off", fresh=True)
     made.rank.agent.handle(opening)
-    receiver = object.__new__(SchedulerRequestReceiver)
-    for name, value in {
-        "ps": SimpleNamespace(tp_size=1),
-        "server_args": SimpleNamespace(enable_dp_attention=False),
-    }.items():
-        object.__setattr__(receiver, name, value)
+    receiver = _receiver()
     request = SimpleNamespace(bootstrap_room=7, rid="the request", extra_key=None)
     receiver._broadcast_reqs_across_ranks([request])
     assert request.extra_key == "dsv4ctl-7.2"
@@ -573,7 +625,7 @@ def _check_again(made: World, *pages: int) -> None:
 @alone
 def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
     pair = _Pair(land_first=True)
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
     assert pair.decode.rank.counters["digests_compared"] == 2 * 5
     assert pair.decode.rank.counters["digest_mismatches"] == 0
@@ -584,19 +636,19 @@ def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
 @alone
 def stale_bytes_of_an_early_send_are_a_verdict(_: bool) -> None:
     pair = _Pair("sender_ticket")
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == [], pair.decode.host.done
     assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
     assert pair.decode.states(pair.key)[-1] is not RoomState.VERIFIED
     pair.decode.rank.agent.peer_ack(pair.key, "me", Quiet.QUIET)
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == ["released", 0], pair.decode.host.done
 
 
 @alone
 def verdict_off_counts_and_goes_on(_: bool) -> None:
     pair = _Pair("sender_ticket", verdict="verdict")
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
     assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
 
@@ -607,10 +659,10 @@ def commit_waits_for_the_digests(_: bool) -> None:
     room = pair.decode.rank.rooms.find(7)
     assert room is not None
     told, room.told = room.told, {}
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == [], "committed before the digests came"
     room.told = told
-    pair.queue.pop_transferred()
+    _turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
 
 
@@ -665,11 +717,14 @@ def main(release: str) -> None:
     HookRegistry.apply_hooks()
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     outcomes: dict[str, Any] = {"problems": verify.problems(FUNCTIONS, sys.modules), "hooks": len(hooks), "checks": {}}
+    placed = {hook.function for hook in hooks}
     for name, function in CHECKS.items():
+        if NEEDS.get(name, hooks[0].function) not in placed:
+            continue
         with_hooks = _outcome(function, True)
         without = None if name in ALONE else _outcome(function, False)
         outcomes["checks"][name] = {"with": with_hooks, "without": without}
-    print(json.dumps(outcomes))
+    print(json.dumps(outcomes, default=repr))
 
 
 def _outcome(function: Callable[[bool], None], hooked: bool) -> str:

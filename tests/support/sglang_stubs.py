@@ -67,6 +67,13 @@ def _instance(name: str) -> Any:
     return _class(name)()
 
 
+def _call(self: Any, *args: Any, **kwargs: Any) -> Any:
+    """A decorator, or with a text (a route) a maker of decorators."""
+    if not args:
+        return None
+    return _instance("decorator") if isinstance(args[0], str) else args[0]
+
+
 def _class(name: str) -> Any:
     return _Meta(
         name,
@@ -75,7 +82,7 @@ def _class(name: str) -> Any:
             "__module__": "stub",
             "__init__": lambda self, *args, **kwargs: None,
             "__init_subclass__": classmethod(lambda cls, **kwargs: None),
-            "__call__": lambda self, *args, **kwargs: args[0] if args else None,
+            "__call__": _call,
             "__getattr__": lambda self, name: _instance(name),
             "__getitem__": lambda self, item: _instance("item"),
             "__iter__": lambda self: iter(()),

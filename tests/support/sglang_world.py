@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import deque
+from importlib import import_module
+from importlib.util import find_spec
 from types import SimpleNamespace
 from typing import Any
 
@@ -10,6 +12,7 @@ import numpy as np
 import torch
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
+from sglang.srt.mem_cache import unified_radix_cache
 from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
 from sglang.srt.mem_cache.hybrid_cache import hybrid_cache_controller
 from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation, HybridCacheController
@@ -28,11 +31,20 @@ HOST_PAGES = 8
 PEER = "peer-1"
 
 
+#: The module that newer releases' controllers copy with.
+_ENGINES = [
+    import_module(f"{root}.l2_transfer") for root in ("sglang.srt.mem_cache",) if find_spec(f"{root}.l2_transfer")
+]
+
+
 def make_pool() -> Any:
     settings = SimpleNamespace(
         enable_deepseek_v4_fp4_indexer=False, speculative_algorithm=None, speculative_num_draft_tokens=None
     )
-    for name in ("get_server_args", "get_global_server_args"):
+    settings.kernel = SimpleNamespace(dsv4_attn_backend="flashmla", enable_deepseek_v4_fp4_indexer=False)
+    settings.features = SimpleNamespace(enable_encoder_swa_bounded_replay=False)
+    settings.is_sm120 = False
+    for name in ("get_server_args", "get_exec", "get_spec", "get_platform"):
         if hasattr(pools, name):
             setattr(pools, name, lambda: settings)
     return pools.DeepSeekV4TokenToKVPool(
@@ -79,6 +91,13 @@ class HostPools:
         pool = SimpleNamespace(size=HOST_PAGES * PAGE, page_size=PAGE)
         self.entry_map = {PoolName.KV: SimpleNamespace(host_pool=pool), PoolName.SWA: SimpleNamespace(host_pool=pool)}
         self.layout = "layer_first"
+        self.size_per_token = 1
+        # As newer releases call it: one group's anchor, whose pool is told the physical indices.
+        self.anchor_entry = SimpleNamespace(name=PoolName.KV, host_pool=self, device_pool=None, layer_mapper=None)
+        self.anchor_entry.packed_draft_device_pools = ()
+        self.prepare_transfer_indices = lambda host, device, backend: (host, device)
+        self.load_to_device_per_layer_physical = self.load_to_device_per_layer
+        self.backup_from_device_all_layer_physical = self.backup_from_device_all_layer
         self.done: list[Any] = []
         self._device = device
         self._bytes: dict[tuple[str, int], torch.Tensor] = {}
@@ -114,16 +133,17 @@ class World:
 
     def __init__(self, role: Role, off: tuple[str, ...] = (), integrity: str = "off") -> None:
         self.device = Device()
-        for module in (cache_controller, hybrid_cache_controller):
+        for module in (cache_controller, hybrid_cache_controller, *_ENGINES):
             module.device_module = self.device
         self.kvcache = make_pool()
         self.host = HostPools(self.device)
+        self.host.anchor_entry.device_pool = self.kvcache
         self.controller = self._controller()
         self.tree = self._tree()
         engine: dict[str, object] = {"role": role.value, "name": role.value}
         rank.launched(LaunchRequest(engine, 0, "me", "group", "/nowhere", off, integrity, "tiny"))
         self.scheduler = self._scheduler()
-        self.rank = rank.attach(self.scheduler)
+        self.rank = rank.attach(self.scheduler, 0, 1)
         self.frames: list[Any] = []
         self.rank.agent._send = self.frames.append
         self.aborts = 0
@@ -146,7 +166,19 @@ class World:
             ack_load_queue=[],
             ack_write_queue=[],
             has_draft=False,
+            is_kv_sharded=False,
+            transfer_layer_id_max=LAYERS,
+            load_fence_stream=None,
+            write_fence_stream=None,
         )
+        for engine in _ENGINES:
+            controller.l2_transfer_engine = engine.L2TransferEngine("direct")
+            controller.load_stream = controller.l2_transfer_engine.host_to_device_stream
+            controller.write_stream = controller.l2_transfer_engine.device_to_host_stream
+            self.host.entry_map[PoolName.KV].device_pool = self.kvcache
+            self.host.entry_map[PoolName.SWA].device_pool = None
+        allocator = controller.mem_pool_device_allocator
+        allocator.set_hicache_transfer_done_event = lambda *args: None
         self.kvcache.register_layer_transfer_counter(controller.layer_done_counter)
         self.free = list(range(14, 0, -1))
         return controller
@@ -163,12 +195,11 @@ class World:
             commit_hicache_transfer=lambda *args, **kwargs: None,
         )
         lock = SimpleNamespace(to_dec_params=lambda: None, delta=0)
-        from sglang.srt.mem_cache.unified_cache_components.tree_component import BASE_COMPONENT_TYPE
-
-        component.component_type = BASE_COMPONENT_TYPE
+        base = unified_radix_cache.BASE_COMPONENT_TYPE
+        component.component_type = base
         tree.__dict__.update(
             cache_controller=self.controller,
-            components={BASE_COMPONENT_TYPE: component},
+            components={base: component},
             _components_tuple=(component,),
             sidecar_pool_specs=(),
             load_back_threshold=0,
@@ -179,11 +210,13 @@ class World:
             dec_lock_ref=lambda *args: None,
             _update_evictable_leaf_sets=lambda node: None,
         )
+        if _ENGINES:
+            component.prepare_load_back = component.finalize_load_back = lambda *args, **kwargs: None
+            tree._load_back_transfers = lambda **_: self.controller.load(tokens(0, 1)) is not None
         return tree
 
     def _scheduler(self) -> Any:
         return SimpleNamespace(
-            ps=SimpleNamespace(tp_rank=0, tp_size=1),
             server_args=SimpleNamespace(
                 host="127.0.0.1", port=1, disaggregation_bootstrap_port=2, model_path="tiny-model"
             ),

@@ -14,17 +14,17 @@ from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
 
 
-def requests(stock: Any, receiver: Any, received: list[Any] | None) -> list[Any]:
+def requests(stock: Any, receiver: Any, received: list[Any] | None, *args: Any) -> list[Any]:
     """Once a turn of the loop. `received` is None but on the rank that reads the sockets; the answer is everyone's."""
     here = rank.here()
     if here is None:
-        return list(stock(receiver, received))
+        return list(stock(receiver, received, *args))
     here.step()
     if received is not None:
         for number, request in _rooms_of(received):
             here.rooms.requested(number, str(request.rid))
         received = [*received, *(AbortReq(rid=request) for request in here.rooms.take_aborts())]
-    agreed: list[Any] = stock(receiver, received)
+    agreed: list[Any] = stock(receiver, received, *args)
     for number, request in _rooms_of(agreed):
         room = here.rooms.find(number)
         if room is not None and room.opening.fresh:

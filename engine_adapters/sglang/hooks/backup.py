@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.hooks.loads import copy_of
+from dsv4ctl.engine_adapters.sglang.hooks.loads import copy_of, stream_of
 
 
 def start_writing(stock: Any, controller: Any) -> Any:
@@ -16,9 +16,10 @@ def start_writing(stock: Any, controller: Any) -> Any:
     here.copies.settle()
     copies = [copy_of(here, LoadKind.BACKUP, operation) for operation in controller.write_queue]
     if here.gate.guarded(Guard.BACKUP):
-        controller.write_stream.wait_stream(here.scheduler.forward_stream)
+        stream = stream_of(controller, LoadKind.BACKUP)
+        stream.wait_stream(here.scheduler.forward_stream)
         for event in here.copies.waits(LoadKind.HICACHE):
-            controller.write_stream.wait_event(event)
+            stream.wait_event(event)
     if here.digests is not None:
         for operation in controller.write_queue:
             host, device = (here.digests.pages(i) for i in (operation.host_indices, operation.device_indices))

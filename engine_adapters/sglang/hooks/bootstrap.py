@@ -30,6 +30,25 @@ def listen(_: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
         here.thread("acks", lambda: serve(manager, here, lambda parts: from_prefill(here, parts)))
 
 
+def listen_beside(manager: Any) -> None:
+    """Instead of SGLang's listener of a decode rank: its frames and ours."""
+    here = _bound(manager)
+
+    def heard(parts: list[bytes]) -> None:
+        if parts[0] == peers.MARK:
+            from_prefill(here, parts)
+        elif not manager.handle_chunk_ready(parts) and not manager.handle_abort_ack_message(parts):
+            status = manager.parse_kv_status_message(parts)
+            if status is None:
+                raise ValueError(f"a frame {parts[0][:16]!r} that no decode rank knows")
+            room, state, prefill_rank, reason = status
+            manager.apply_prefill_status(
+                bootstrap_room=room, status=state, prefill_rank=prefill_rank, failure_reason=reason
+            )
+
+    here.thread("acks", lambda: serve(manager, here, heard))
+
+
 def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
     """Never returns. A frame that can't be handled is logged, counted and dropped."""
     while True:
@@ -55,6 +74,8 @@ def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:
             AbortSource.ENGINE_FAULT,
             "the decode rank aborted it",
         )
+        if hasattr(manager, "register_deferred_ack_target"):
+            manager._handle_abort_notification(parts)  # SGLang's own acknowledgement, once its chunks have drained
         return
     if parts[0] != GUARD:
         raise ValueError(f"a frame {parts[0][:16]!r}: ABORT or {GUARD!r} expected")

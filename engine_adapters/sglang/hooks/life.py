@@ -4,12 +4,15 @@ from __future__ import annotations
 
 from typing import Any
 
+from sglang.srt.runtime_context import get_parallel
+
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
 
 
 def attach(stock: Any, scheduler: Any) -> Any:
-    rank.attach(scheduler)
+    parallel = get_parallel()
+    rank.attach(scheduler, int(parallel.tp_rank), int(parallel.tp_size))
     return stock(scheduler)
 
 

@@ -31,6 +31,14 @@ def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
     return Copy(kind, sides["device"], sides["host"], operation=operation)
 
 
+def stream_of(controller: Any, kind: LoadKind) -> Any:
+    """The stream of a controller's copies of this kind."""
+    engine = getattr(controller, "l2_transfer_engine", None)
+    if kind is LoadKind.HICACHE:
+        return controller.load_stream if engine is None else engine.host_to_device_stream
+    return controller.write_stream if engine is None else engine.device_to_host_stream
+
+
 def load_back(stock: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
     here, controller = rank.here(), tree.cache_controller
     if here is None or controller is None:
@@ -54,15 +62,16 @@ def start_loading(stock: Any, controller: Any) -> Any:
         here.copies.promised(promised)
         copies += promised
     # A reclaimed page may still be written by the forward that runs.
-    controller.load_stream.wait_stream(here.scheduler.forward_stream)
+    stream = stream_of(controller, LoadKind.HICACHE)
+    stream.wait_stream(here.scheduler.forward_stream)
     if here.gate.guarded(Guard.LOAD):
         for event in here.copies.waits(LoadKind.BACKUP):
-            controller.load_stream.wait_event(event)
+            stream.wait_event(event)
     pages = [] if here.digests is None else _expected(here.digests, controller.load_queue)
     producer = stock(controller)
     check = None
     if here.digests is not None and pages:
-        with cache_controller.device_module.stream(controller.load_stream):
+        with cache_controller.device_module.stream(stream):
             check = fetch(here.digests.differences(torch.cat(pages)))
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer

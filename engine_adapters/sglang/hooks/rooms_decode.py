@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
@@ -16,6 +17,7 @@ from dsv4ctl.engine_adapters.sglang.digests import PageDigests, fetch
 from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
 from dsv4ctl.engine_adapters.sglang.peers import Digests, with_trailer
 from dsv4ctl.engine_adapters.sglang.rooms import Room
+from dsv4ctl.policies.integrity import Verdict
 
 
 def created(_: Any, receiver: Any, *args: Any, **kwargs: Any) -> None:
@@ -57,9 +59,9 @@ def expose(stock: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any
     return stock(receiver, kv_indices, *args, **kwargs)
 
 
-def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, server_args: Any) -> Any:
+def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, *args: Any) -> Any:
     """A verdict of this rank alone: the reduction that follows makes it everyone's."""
-    stock(polls, decode_reqs, buffers, server_args)
+    stock(polls, decode_reqs, buffers, *args)
     here = rank.here()
     if here is None:
         return
@@ -79,7 +81,9 @@ def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
     if room is None or room.dropped:
         return int(KVPoll.Failed)
     if not room.verified:
-        if here.digests is not None and not _compared(here, here.digests, room, decode_req):
+        # A token of SGLang's can't be held back once it decodes: `emit` has its verdict before the first read, too.
+        digests = None if here.integrity.verdict(number) is Verdict.NONE else here.digests
+        if digests is not None and not _compared(here, digests, room, decode_req):
             return int(KVPoll.Transferring if here.rooms.live(number) else KVPoll.Failed)
         here.rooms.landed(room)
     return int(KVPoll.Success)
@@ -134,6 +138,32 @@ def _holds(here: rank.Rank, request: Any) -> bool:
         return False
     here.rooms.fail(request.bootstrap_room, "the transfer failed")
     return here.rooms.held(request.bootstrap_room)
+
+
+def defer(stock: Any, transfer_queue: Any, decode_req: Any) -> Any:
+    """SGLang moved a failed room to its deferred releases, which a time-out would end."""
+    answer = stock(transfer_queue, decode_req)
+    here = rank.here()
+    if here is not None and here.gate.guarded(Guard.QUIESCE) and _holds(here, decode_req.req):
+        request, began, _, slot, acks = transfer_queue._deferred_releases[-1]
+        transfer_queue._deferred_releases[-1] = (request, began, math.inf, slot, acks)
+    return answer
+
+
+def release_safe(stock: Any, manager: Any, room: int, required_acks: int) -> bool:
+    here = rank.here()
+    if here is None or not here.gate.guarded(Guard.QUIESCE):
+        return bool(stock(manager, room, required_acks))
+    return not here.rooms.held(room)
+
+
+def abort_ack(stock: Any, manager: Any, room: int, prefill_rank: int, generation: int) -> Any:
+    answer = stock(manager, room, prefill_rank, generation)
+    here = rank.here()
+    state = manager._deferred_abort_ack_tracker.get(room)
+    if here is not None and state is not None and state.generation == generation:
+        here.rooms.acknowledged(room, prefill_rank)
+    return answer
 
 
 def commit(stock: Any, transfer_queue: Any, decode_req: Any) -> Any:

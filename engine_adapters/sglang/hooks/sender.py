@@ -32,6 +32,10 @@ def send_kv_chunk(stock: Any, scheduler: Any, request: Any, *args: Any, **kwargs
         manager.record_failure(room, "the room is aborted, or was not opened here")
         manager.update_status(room, KVPoll.Failed)
         return None
+    running = getattr(request.disagg_kv_sender, "_early_send_wait_event", None)
+    found = here.rooms.find(room)
+    if running is not None and found is not None:
+        found.waits.append(running)
     if here.digests is not None and _is_last(*args, **kwargs):
         _seal(here, scheduler, request)
     return stock(scheduler, request, *args, **kwargs)
@@ -118,11 +122,11 @@ class Chunks:
             )
         except LedgerError:
             return None
-        if not gate.guarded(Guard.SENDER) or (ticket.readable == gate.layers and not copies.untracked):
+        if not gate.guarded(Guard.SENDER) or self._may_read(room, ticket):
             return ticket
         self._here.counters["early_sends_held"] += 1
         deadline = time.monotonic() + _LANDING_SECONDS
-        while ticket.readable < gate.layers or copies.untracked:
+        while not self._may_read(room, ticket):
             copies.settle()
             if (not ticket.loads and ticket.readable < gate.layers) or room.dropped or time.monotonic() > deadline:
                 gate.leave(ticket)
@@ -130,9 +134,18 @@ class Chunks:
             time.sleep(_LOOK_SECONDS)
         return ticket
 
+    def _may_read(self, room: Room, ticket: Ticket) -> bool:
+        """Its loads have landed, and so have the forwards that SGLang says may still write these pages."""
+        room.waits = [event for event in room.waits if not event.query()]
+        return ticket.readable == self._here.gate.layers and not room.waits and not self._here.copies.untracked
+
     def _ended(self, posted: _Posted) -> None:
         """The writes of a chunk ended. After an error nobody knows how: the room is poisoned."""
         self._here.gate.complete(posted.ticket)
         self._here.gate.leave(posted.ticket)
-        ok = posted.chunk.room not in self._manager.exceptions
-        self._here.rooms.apply(posted.room, lambda half: half.written(ok))
+        self._here.rooms.apply(posted.room, lambda half: half.written(not self._poisoned(posted.chunk.room)))
+
+    def _poisoned(self, room: int) -> bool:
+        """A release that waits for every write even after an error says of which it does not know how they ended."""
+        unsettled = getattr(self._manager, "_deferred_ack_poisoned_rooms", None)
+        return room in (self._manager.exceptions if unsettled is None else unsettled)
