@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, AsyncIterator, Iterable, Mapping
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
 from typing import Any, Protocol
 
 import anyio
 import msgspec
-from anyio.abc import SocketStream, TaskStatus
+from anyio.abc import ByteStream, Listener, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
@@ -123,13 +123,22 @@ class Link:
         self._scope.cancel()
 
 
-class LinkServer:
-    """Accepts ranks on the Unix socket `path` (mode 0600) until cancelled."""
+Listen = Callable[[str], Awaitable[Listener[ByteStream]]]
+"""Begins to listen at a path. Raises OSError."""
 
-    def __init__(self, path: str, handler: LinkHandler, progress_interval: float) -> None:
+
+async def listen(path: str) -> Listener[ByteStream]:
+    return await anyio.create_unix_listener(path, mode=0o600)
+
+
+class LinkServer:
+    """Accepts ranks at `path` (a Unix socket, mode 0600, unless `listening` is another) until cancelled."""
+
+    def __init__(self, path: str, handler: LinkHandler, progress_interval: float, listening: Listen = listen) -> None:
         self.path = path
         self._handler = handler
         self._interval = progress_interval
+        self._listening = listening
         self._links: dict[str, Link] = {}
 
     @property
@@ -137,12 +146,12 @@ class LinkServer:
         return self._links.values()
 
     async def serve(self, *, task_status: TaskStatus[None] = anyio.TASK_STATUS_IGNORED) -> None:
-        listener = await anyio.create_unix_listener(self.path, mode=0o600)
+        listener = await self._listening(self.path)
         async with listener, anyio.create_task_group() as tasks:
             task_status.started()
             await listener.serve(self._connection, tasks)
 
-    async def _connection(self, stream: SocketStream) -> None:
+    async def _connection(self, stream: ByteStream) -> None:
         """From Hello to the end of one link."""
         async with stream, aclosing(_bodies(stream)) as bodies:
             hello = await self._handshake(stream, bodies)
@@ -163,7 +172,7 @@ class LinkServer:
                     del self._links[link.incarnation]
                     self._handler.lost(link, link.lost or "")
 
-    async def _handshake(self, stream: SocketStream, bodies: AsyncIterator[bytes | FrameError]) -> Hello | None:
+    async def _handshake(self, stream: ByteStream, bodies: AsyncIterator[bytes | FrameError]) -> Hello | None:
         hello: Hello | None = None
         reason: str | None
         try:
@@ -217,7 +226,7 @@ def _decode(body: bytes) -> ToControlPlane:
         raise FrameError(str(error)) from error
 
 
-async def _bodies(stream: SocketStream) -> AsyncGenerator[bytes | FrameError, None]:
+async def _bodies(stream: ByteStream) -> AsyncGenerator[bytes | FrameError, None]:
     """The bodies of the frames on `stream`, undecoded. Raises FrameError once the stream itself is lost."""
     decoder: Decoder[msgspec.Raw] = Decoder(msgspec.Raw)
     while True:
@@ -229,7 +238,7 @@ async def _bodies(stream: SocketStream) -> AsyncGenerator[bytes | FrameError, No
             yield body if isinstance(body, FrameError) else bytes(body)
 
 
-async def _write(link: Link, stream: SocketStream) -> None:
+async def _write(link: Link, stream: ByteStream) -> None:
     """Sends what is queued. No deadline: a rank that stops reading fills its queue, which ends the link."""
     outgoing: MemoryObjectReceiveStream[bytes] = link.outgoing
     try:

@@ -48,6 +48,8 @@ from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 
 #: Ended rooms kept for `rooms ID`.
 ENDED_KEPT = 1024
+#: Of a room number: it is drawn, so that none is ever used twice.
+ROOM_BITS = 63
 
 
 @dataclass
@@ -67,17 +69,17 @@ class RoomDesk:
         fleet: Fleet,
         telemetry: Telemetry,
         fence: Callable[[str, str], None],
-        number: Callable[[], int] = lambda: secrets.randbits(63),
+        random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self._fleet = fleet
         self._telemetry = telemetry
         self._fence = fence
-        self._number = number
+        self._random_bits = random_bits
         self._integrity = config.policies.integrity
         self._deadlines: dict[str, float] = msgspec.structs.asdict(config.deadlines)
         self._placement = Placement(config, fleet)
         self._live: dict[RoomKey, LiveRoom] = {}
-        self._answering: set[LiveRoom] = set()
+        self._answering: dict[LiveRoom, None] = {}
         self._ended: deque[LiveRoom] = deque(maxlen=ENDED_KEPT)
         self._counts: Counter[str] = Counter()
         self._turns = count(1)
@@ -104,7 +106,7 @@ class RoomDesk:
         except OverAdmissionError as error:
             self._telemetry.emit(Event.ROOM_REFUSED, "warning", reason=str(error))
             raise
-        key = RoomKey(self._number(), 1)
+        key = RoomKey(self._random_bits(ROOM_BITS), 1)
         return await self._settled(self._begin(key, next(self._turns), request, pair, amount))
 
     async def open_again(self, retracted: LiveRoom) -> LiveRoom:
@@ -397,16 +399,16 @@ class RoomDesk:
     def rooms_of(self, engines: Iterable[str]) -> list[LiveRoom]:
         """Live rooms of these engines, and ended ones whose answer is still on its way to the client."""
         names = set(engines)
-        return [live for live in {*self._live.values(), *self._answering} if names & live.engines()]
+        return [live for live in {**dict.fromkeys(self._live.values()), **self._answering} if names & live.engines()]
 
     @contextmanager
     def answering(self, live: LiveRoom) -> Iterator[None]:
         """While a client is being answered from this room, its engines are not done with it."""
-        self._answering.add(live)
+        self._answering[live] = None
         try:
             yield
         finally:
-            self._answering.discard(live)
+            self._answering.pop(live, None)
             live.answered.set()
 
     async def until_empty(self, engines: Callable[[], Iterable[str]]) -> None:

@@ -41,12 +41,17 @@ class SupervisedPlane:
 
     # ---- looking ----------------------------------------------------------------------------------
 
+    @property
+    def refusing(self) -> bool:
+        """No new room is opened at all: everything is being drained, and nobody has resumed it."""
+        return self._supervisor.desk.refusing is not None
+
     def state(self) -> str:
         fleet = self._supervisor.fleet
         states = {engine.state for engine in fleet}
         if states == {EngineState.DRAINED}:
             return "stopped"
-        if self._supervisor.desk.refusing is not None or fleet.draining:
+        if self.refusing or fleet.draining:
             return "draining"
         self._ready_once = self._ready_once or states == {EngineState.READY}
         return "ready" if self._ready_once else "starting"

@@ -53,7 +53,7 @@ async def run(
             serve_gateway(config.gateway, supervisor.fleet, supervisor.desk, plane, telemetry) as url,
         ):
             plane.gateway = url
-            code = await _serve(supervisor, plane, ready)
+            code = await serve(supervisor, plane, ready)
             supervisor.desk.refusing = "stopped"
     telemetry.emit(Event.STOP_DONE, exit_code=code)
     return code
@@ -75,7 +75,7 @@ def _folder(config: Config) -> Iterator[Path]:
         yield Path(folder)
 
 
-async def _serve(supervisor: Supervisor, plane: SupervisedPlane, ready: Callable[[Plane], None]) -> int:
+async def serve(supervisor: Supervisor, plane: SupervisedPlane, ready: Callable[[Plane], None]) -> int:
     """The engines' lives. When this returns, every engine process is reaped."""
     code = GIVEN_UP
     async with anyio.create_task_group() as tasks:
@@ -107,10 +107,11 @@ async def _until_over(supervisor: Supervisor, plane: SupervisedPlane, ready: Cal
 
 
 async def _signals(plane: SupervisedPlane, tasks: TaskGroup) -> None:
-    """The first asks, the second insists."""
+    """The first asks, the second insists; a drain that was resumed meanwhile is asked for anew."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
         draining = False
         async for number in signals:
+            draining = draining and plane.refusing
             action = "stop now" if draining else "drain"
             plane.telemetry.emit(Event.STOP_SIGNAL, "warning", signal=number.name, action=action)
             if draining:

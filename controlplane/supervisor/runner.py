@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import signal
-import uuid
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple, Protocol
 
@@ -81,6 +80,7 @@ class EngineRunner:
         desk: RoomDesk,
         telemetry: Telemetry,
         changes: Changes,
+        random_bits: Callable[[int], int],
     ) -> None:
         self.engine = engine
         self._deadlines = config.deadlines
@@ -89,6 +89,7 @@ class EngineRunner:
         self._desk = desk
         self._telemetry = telemetry
         self._changes = changes
+        self._random_bits = random_bits
         self._wanted = True
         self._failures: list[float] = []
         self._over = anyio.Event()  #: this life is to end
@@ -190,7 +191,7 @@ class EngineRunner:
         self._over, self._cause = anyio.Event(), None
         self._ended_itself, self._served, self._last_words = False, False, ""
         engine = self.engine
-        fresh = [uuid.uuid4().hex for _ in range(engine.config.ranks)]
+        fresh = [f"{self._random_bits(128):032x}" for _ in range(engine.config.ranks)]
         adopts, engine.survivors = engine.survivors, []
         ranks = [Rank(engine.name, number, incarnation) for number, incarnation in enumerate(adopts or fresh)]
         engine.ranks = {rank.incarnation: rank for rank in ranks}

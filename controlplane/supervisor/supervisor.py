@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import secrets
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -11,7 +12,7 @@ from anyio.abc import TaskGroup
 from dsv4ctl.controlplane.config.schema import Config
 from dsv4ctl.controlplane.link.codec import FrameError
 from dsv4ctl.controlplane.link.handshake import Expected
-from dsv4ctl.controlplane.link.server import Link, LinkLostError, LinkServer, QueryError
+from dsv4ctl.controlplane.link.server import Link, LinkLostError, LinkServer, Listen, QueryError, listen
 from dsv4ctl.controlplane.link.wire import Hello, Progress, SetGuards, ToControlPlane
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Fleet, Rank
@@ -41,19 +42,28 @@ _WATCHED = (EngineState.READY, EngineState.DRAINING)
 class Supervisor:
     """Everything that lives as long as the control plane does, except the servers in front."""
 
-    def __init__(self, config: Config, telemetry: Telemetry, link_path: str, launcher: Launcher) -> None:
+    def __init__(
+        self,
+        config: Config,
+        telemetry: Telemetry,
+        link_path: str,
+        launcher: Launcher,
+        listening: Listen = listen,
+        random_bits: Callable[[int], int] = secrets.randbits,
+    ) -> None:
+        """`random_bits(n)` names rooms and incarnations: n bits that nobody has had before."""
         self.config = config
         self.telemetry = telemetry
         self.changes = Changes()
         self.fleet = Fleet(config.engines)
-        self.desk = RoomDesk(config, self.fleet, telemetry, self.fence)
-        self.links = LinkServer(link_path, self, PROGRESS_INTERVAL)
+        self.desk = RoomDesk(config, self.fleet, telemetry, self.fence, random_bits)
+        self.links = LinkServer(link_path, self, PROGRESS_INTERVAL, listening)
         self.guards_off: tuple[str, ...] = tuple(config.unsafe.off)
         self.runners: dict[str, EngineRunner] = {}
         restart = registry.load("restart", config.policies.restart)
         for engine in self.fleet:
             self.runners[engine.name] = EngineRunner(
-                engine, config, launcher, restart(), self.desk, telemetry, self.changes
+                engine, config, launcher, restart(), self.desk, telemetry, self.changes, random_bits
             )
         self._launcher = launcher
         self._tasks: TaskGroup | None = None

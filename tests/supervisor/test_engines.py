@@ -316,6 +316,27 @@ async def test_a_second_signal_stops_now(tmp_path: Path) -> None:
         assert all(_gone(pid) for pid in pids)
 
 
+async def test_a_signal_after_a_resumed_drain_drains_anew(tmp_path: Path) -> None:
+    """Resume undoes the drain: the next signal is a first one again, and the one after it insists."""
+    async with staged(pair_config(tmp_path), _children) as running:
+
+        async def request() -> None:
+            await post(running, "/generate", ask(decode={"silent": True}))
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request)  # a room that no drain outlives
+            await until(lambda: bool(running.telemetry.of(Event.ROOM_OPENED)))
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+            await running.plane.resume([])
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(lambda: len(running.telemetry.of(Event.DRAIN_BEGIN)) == 2)
+            os.kill(os.getpid(), signal.SIGTERM)
+            await until(running.over.is_set)
+        actions = [record["action"] for record in running.telemetry.of(Event.STOP_SIGNAL)]
+        assert actions == ["drain", "drain", "stop now"]
+
+
 async def test_engines_end_with_a_killed_control_plane(tmp_path: Path) -> None:
     """Nobody is left to say stop: the kernel does, even to an engine that ignores its link."""
     parent = (
