@@ -103,12 +103,12 @@ def _never_looks(real: Any) -> Any:
 
 
 def _few_room_numbers(real: Any) -> Any:
-    def begin(desk: RoomDesk, *arguments: Any) -> Any:
+    def init(desk: RoomDesk, *arguments: Any) -> None:
+        real(desk, *arguments)
         bits = desk._random_bits
-        with patch.object(desk, "_random_bits", lambda count: bits(count) % 8):
-            return real(desk, *arguments)
+        desk._random_bits = lambda count: bits(count) % 8
 
-    return begin
+    return init
 
 
 def _no_client_abort(real: Any) -> Any:
@@ -143,7 +143,7 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a fence is told before the process is reaped", 4, EngineRunner, "_fence", _fenced_before_it_is_reaped),
     Mutant("a restart without Fenced", 4, EngineRunner, "_fence", _killed_and_not_told_to_the_desk),
     Mutant("the watchdog never looks", 22, supervisor, "watch", _never_looks),
-    Mutant("room numbers are used again", 0, RoomDesk, "_begin", _few_room_numbers),
+    Mutant("room numbers are used again", 0, RoomDesk, "__init__", _few_room_numbers),
     Mutant("a client that leaves aborts nothing", 0, RoomDesk, "abort", _no_client_abort),
     Mutant("a drain never ends", 0, RoomDesk, "until_empty", _waits_for_ever),
     Mutant("an error in the middle of a stream is not told", 1, Completions, "_end_stream", _stream_just_ends),
