@@ -26,6 +26,9 @@ class Fetched:
 
     _values: torch.Tensor
     _event: Event | None
+    #: What the device still reads until then. The allocator gives memory back to the stream that it came from, and
+    #: knows nothing of another stream that has not read it yet.
+    _read: tuple[torch.Tensor, ...]
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -36,15 +39,15 @@ class Fetched:
         return self._values.numpy().view(np.uint64)
 
 
-def fetch(values: torch.Tensor) -> Fetched:
-    """Starts the copy on the current stream."""
+def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
+    """Starts the copy on the current stream. `read` are tensors of other streams that the values come from."""
     if values.device.type != "cuda":
-        return Fetched(values, None)
+        return Fetched(values, None, read)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
     event = torch.cuda.Event()
     event.record()
-    return Fetched(host, event)
+    return Fetched(host, event, read)
 
 
 class PageDigests:

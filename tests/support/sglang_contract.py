@@ -683,6 +683,18 @@ def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
     assert RoomState.ABORTING in made.states(key)
 
 
+@alone
+def page_numbers_live_until_the_stream_of_the_load_has_read_them(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.compute(10, 11)
+    for host, device in enumerate((10, 11)):
+        made.back_up(device, host)
+    pages = made.load_back()
+    made.controller.start_loading()
+    (check,) = made.rank.copies._checks
+    assert [read.tolist() for read in check._read] == [list(pages)]
+
+
 # ---- in place ------------------------------------------------------------------------------------------------
 
 

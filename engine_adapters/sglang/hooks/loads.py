@@ -67,24 +67,24 @@ def start_loading(stock: Any, controller: Any) -> Any:
     if here.gate.guarded(Guard.LOAD):
         for event in here.copies.waits(LoadKind.BACKUP):
             stream.wait_event(event)
-    pages = [] if here.digests is None else _expected(here.digests, controller.load_queue)
+    pages = None if here.digests is None else _expected(here.digests, controller.load_queue)
     producer = stock(controller)
     check = None
-    if here.digests is not None and pages:
+    if here.digests is not None and pages is not None:
         with cache_controller.device_module.stream(stream):
-            check = fetch(here.digests.differences(torch.cat(pages)))
+            check = fetch(here.digests.differences(pages), pages)
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer
 
 
-def _expected(digests: PageDigests, operations: Sequence[Any]) -> list[torch.Tensor]:
-    """The device pages of these loads, and what each will have to be."""
+def _expected(digests: PageDigests, operations: Sequence[Any]) -> torch.Tensor | None:
+    """The device pages of these loads, for each of which is noted what it will have to be; None of none."""
     pages = []
     for operation in operations:
         if len(operation.device_indices):
             pages.append(digests.pages(operation.device_indices))
             digests.loaded(digests.pages(operation.host_indices), pages[-1])
-    return pages
+    return torch.cat(pages) if pages else None
 
 
 def update_producer(stock: Any, counter: Any) -> Any:
