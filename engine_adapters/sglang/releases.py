@@ -57,7 +57,7 @@ HOOKS: tuple[Hook, ...] = (
         "managers.tp_worker.TpModelWorker.forward_batch_generation",
         "hooks.life:forward",
         "around",
-        "pages are sealed behind the forward that computes them: their digests are taken",
+        "a captured prefill waits for whole loads; pages are sealed behind the forward that computes them",
     ),
     Hook(
         _PREFILL + "process_batch_result_disagg_prefill",

@@ -37,7 +37,7 @@ from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
-from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, sender  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
 from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chunk, tokens  # noqa: E402
@@ -212,6 +212,19 @@ def batch_without_a_load_waits_for_those_under_way(hooked: bool) -> None:
     made.device.run()
     done = made.host.done
     assert done.index(("load", 1)) < done.index("read"), done
+
+
+@check
+def captured_prefill_waits_for_the_whole_load(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.load_back()
+    made.controller.start_loading()
+    forward = made.scheduler.forward_stream
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_extend=lambda: True), reqs=[])
+    with made.device.stream(forward):
+        life.forward(lambda *args: forward.put(lambda: made.host.done.append("replay")), None, batch)
+    made.device.run()
+    assert made.host.done[-1] == "replay", made.host.done
 
 
 @alone

@@ -8,6 +8,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.hooks.readers import before_replay
 
 
 def attach(stock: Any, scheduler: Any) -> Any:
@@ -33,16 +34,13 @@ def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
 
 def forward(stock: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """On the stream of the forward: what it computed is sealed behind it."""
-    answer = stock(worker, batch, *args, **kwargs)
     here = rank.here()
-    if (
-        here is not None
-        and here.digests is not None
-        and batch is not None
-        and worker is here.scheduler.tp_worker
-        and batch.forward_mode.is_extend()
-        and here.role is not Role.DECODE
-    ):
+    extends = here is not None and batch is not None and batch.forward_mode.is_extend()
+    if here is None or not extends or here.role is Role.DECODE:
+        return stock(worker, batch, *args, **kwargs)
+    before_replay(here)
+    answer = stock(worker, batch, *args, **kwargs)
+    if here.digests is not None and worker is here.scheduler.tp_worker:
         here.digests.seal(batch.out_cache_loc, batch.prefix_lens, batch.extend_lens)
     return answer
 

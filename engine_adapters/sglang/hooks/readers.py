@@ -12,6 +12,17 @@ from dsv4ctl.engine_adapters.sglang import rank
 _GUARDS = (Guard.ATTENTION, Guard.INDEXER, Guard.COMPRESSOR)
 
 
+def before_replay(here: rank.Rank) -> None:
+    """A captured prefill runs no accessor when it is replayed: its stream waits for whole loads before it begins."""
+    if not here.copies.pending or not all(here.gate.guarded(guard) for guard in _GUARDS):
+        return
+    config = getattr(here.scheduler.server_args, "cuda_graph_config", None)
+    if config is None or str(getattr(config.prefill.backend, "value", config.prefill.backend)) != "disabled":
+        stream = cache_controller.device_module.current_stream()
+        for event in here.copies.waits(LoadKind.HICACHE):
+            stream.wait_event(event)
+
+
 def wait_layer_transfer(stock: Any, pool: Any, layer_id: int) -> Any:
     """The stream of a batch that carries a load waits for that load (stock), any other for every load under way.
 
