@@ -91,8 +91,10 @@ async def check_all_ended(client: Client, asked: list[tuple[list[int], int]], re
             assert (await client.until_ended(reply.room))["state"] in ("closed", "aborted")
 
 
-@pytest.mark.parametrize("moment", [mid_prefill, mid_transfer, mid_decode])
-@pytest.mark.parametrize("engine", [PREFILL, DECODE])
+@pytest.mark.parametrize(
+    ("engine", "moment"),
+    [(PREFILL, mid_prefill), (PREFILL, mid_transfer), (DECODE, mid_transfer), (DECODE, mid_decode)],
+)
 async def test_an_engine_killed_at_any_moment(deployment: Deployment, engine: str, moment: Moment) -> None:
     numbers = random.Random(f"{engine} {moment.__name__}")
     asked = load(numbers.randrange(1000))

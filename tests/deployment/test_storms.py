@@ -12,7 +12,7 @@ from storms import FATAL, GENTLE, wave
 pytestmark = pytest.mark.asyncio
 
 #: Waves of rooms, of which the last costs an engine.
-WAVES, ROOMS = 5, 16
+WAVES, ROOMS = 4, 16
 
 
 async def test_waves_of_any_kind_leave_nothing() -> None:

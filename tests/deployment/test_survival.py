@@ -9,8 +9,8 @@ import signal
 import anyio
 import pytest
 
-from deployment import DECODE, PATIENCE, PREFILL, Client, Deployment, deployed
-from kills import CONTROL_PLANE, Victim, kill, serves
+from deployment import DECODE, PAGE, PATIENCE, PREFILL, Client, Deployment, deployed, prompt
+from kills import CLIENTS, CONTROL_PLANE, Victim, kill, serves
 
 pytestmark = pytest.mark.asyncio
 
@@ -33,6 +33,13 @@ async def killed_under_load(
     assert deployment.process.wait(PATIENCE) == -signal.SIGKILL
     assert set(deployment.pids()) == {pid for pids, _, _ in before.values() for pid in pids}
     return before
+
+
+async def sending(client: Client) -> None:
+    async def there() -> bool:
+        return any(room["state"] == "sending" for room in await client.rooms())
+
+    await client.until("bytes are on their way", there)
 
 
 async def gone(deployment: Deployment, pid: int) -> None:
@@ -60,6 +67,21 @@ async def test_a_new_control_plane_goes_on_with_the_engines_of_the_old_one() -> 
             await client.ask("POST", "/resume", engines=[DECODE])
             await client.until_ready()
             assert (await lives(client))[DECODE][1] != [incarnation]
+
+        # A writer dies with its control plane: the next one alone can say so, and the pages come back.
+        async with deployment.client() as client:
+            before = await lives(client)
+            async with anyio.create_task_group() as clients:
+                clients.start_soon(client.burst, [(prompt(900 + at, 6 * PAGE), 50) for at in range(CLIENTS)])
+                await sending(client)
+                deployment.process.kill()
+                os.kill(before[PREFILL][0][0], signal.SIGKILL)
+        deployment.process.wait(PATIENCE)
+        deployment.start()
+        async with deployment.client() as client:
+            assert (await lives(client))[DECODE] == before[DECODE]
+            assert (await lives(client))[PREFILL][1] != before[PREFILL][1]
+            await serves(client)
 
         # Another configuration: what runs with the old one is not taken over.
         before = await killed_under_load(deployment, numbers)

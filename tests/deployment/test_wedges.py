@@ -147,7 +147,7 @@ class TestTwoDecodeEngines:
                 await client.abort()
             mine = [reply for reply in replies if str(event["cause"]) in str(reply.error)]
             assert len(mine) == len(event["rooms"]) > 0
-            await check_serves(client, DECODE)
+            await client.until_ready()
 
     async def test_a_transfer_thread_that_dies_is_a_verdict_at_once(self, two_decodes: Deployment) -> None:
         async with two_decodes.client() as client:
