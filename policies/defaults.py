@@ -41,6 +41,7 @@ DEFAULTS: dict[str, Default] = {
         Default("limits.max_rooms", 512, "rooms", "beyond this, queues grow and nothing gets faster"),
         Default("limits.max_bytes", 8 * 1024**3, "bytes", "page-rounded transfer bytes in flight on one host"),
         Default("limits.quarantine_max", 64, "pages", "an engine with more unknown pages is better restarted"),
+        Default("evidence.max_bytes", 64 * 1024**2, "bytes", "hundreds of reports of a rank"),
         Default("policies.routing", "round-robin", "name", "equal engines, no state to get wrong"),
         Default("policies.admission", "bytes", "name", "bytes in flight are what makes transfers slow"),
         Default("policies.integrity", "read", "name", "nothing is read before it is verified"),

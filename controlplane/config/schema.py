@@ -124,6 +124,13 @@ class DeadlinesConfig(Section, frozen=True, kw_only=True):
     wedge: Seconds = 8.0  #: runnable work and no progress
 
 
+class EvidenceConfig(Section, frozen=True, kw_only=True):
+    """Files about mismatches, wedges and fences: digests, tickets, last events; never a prompt."""
+
+    folder: str | None = None  #: None: only the log tells
+    max_bytes: Count = 64 * 1024 * 1024  #: of all files together; the oldest go first
+
+
 class UnsafeConfig(Section, frozen=True, kw_only=True):
     """Switches guards off. For experiments: output WILL be corrupted."""
 
@@ -139,6 +146,7 @@ class Config(Section, frozen=True, kw_only=True):
     policies: PoliciesConfig = PoliciesConfig()
     limits: LimitsConfig = LimitsConfig()
     deadlines: DeadlinesConfig = DeadlinesConfig()
+    evidence: EvidenceConfig = EvidenceConfig()
     unsafe: UnsafeConfig = UnsafeConfig()
 
 

@@ -217,7 +217,10 @@ class SetGuards(msgspec.Struct, tag=True, frozen=True):
 
 
 class Query(msgspec.Struct, tag=True, frozen=True):
-    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace N` (events from N on), `flush` (drop every cached page)."""
+    """Ask a rank: `tickets`, `rooms`, `stacks`, `trace N` (events from N on), `flush` (drop every cached page).
+
+    `evidence ROOM`: what is known of a room that went wrong (digests, tickets, events); without ROOM, of all.
+    """
 
     id: int
     what: str

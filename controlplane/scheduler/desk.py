@@ -61,7 +61,11 @@ class _Timer:
 
 
 class RoomDesk:
-    """All rooms of this control plane. `fence(incarnation, reason)` asks for a kill; it returns at once."""
+    """All rooms of this control plane.
+
+    `fence(incarnation, reason)` asks for a kill, `mismatched(room)` is told of a room whose bytes were wrong; both
+    return at once.
+    """
 
     def __init__(
         self,
@@ -69,11 +73,13 @@ class RoomDesk:
         fleet: Fleet,
         telemetry: Telemetry,
         fence: Callable[[str, str], None],
+        mismatched: Callable[[LiveRoom], None],
         random_bits: Callable[[int], int] = secrets.randbits,
     ) -> None:
         self._fleet = fleet
         self._telemetry = telemetry
         self._fence = fence
+        self._mismatched = mismatched
         self._random_bits = random_bits
         self._integrity = config.policies.integrity
         self._deadlines: dict[str, float] = msgspec.structs.asdict(config.deadlines)
@@ -343,6 +349,8 @@ class RoomDesk:
             self._telemetry.emit(
                 Event.ROOM_ABORTING, level, **live.fields(), source=live.room.source, reason=live.room.reason
             )
+            if live.room.source is AbortSource.INTEGRITY:
+                self._mismatched(live)
 
     def _end(self, live: LiveRoom) -> None:
         del self._live[live.key]

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from typing import Any
 
 import anyio
@@ -16,7 +16,9 @@ from dsv4ctl.controlplane.link.server import Link, LinkLostError, LinkServer, Li
 from dsv4ctl.controlplane.link.wire import Hello, Progress, SetGuards, ToControlPlane
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Fleet, Rank
+from dsv4ctl.controlplane.scheduler.live import LiveRoom
 from dsv4ctl.controlplane.supervisor.changes import Changes
+from dsv4ctl.controlplane.supervisor.evidence import Evidence, Kind
 from dsv4ctl.controlplane.supervisor.loops import Loops
 from dsv4ctl.controlplane.supervisor.runner import EngineRunner, Launcher
 from dsv4ctl.controlplane.supervisor.survival import Kept
@@ -56,7 +58,8 @@ class Supervisor:
         self.telemetry = telemetry
         self.changes = Changes()
         self.fleet = Fleet(config.engines)
-        self.desk = RoomDesk(config, self.fleet, telemetry, self.fence, random_bits)
+        self.desk = RoomDesk(config, self.fleet, telemetry, self.fence, self._mismatched, random_bits)
+        self._kept = Evidence(config.evidence, telemetry, lambda rank, what: self.query(rank, what, EVIDENCE_DEADLINE))
         self.links = LinkServer(link_path, self, PROGRESS_INTERVAL, listening)
         self.guards_off: tuple[str, ...] = tuple(config.unsafe.off)
         self.runners: dict[str, EngineRunner] = {}
@@ -93,8 +96,28 @@ class Supervisor:
     def fence(self, incarnation: str, reason: str) -> None:
         """Ends the life of the engine that `incarnation` belongs to. One gone already is fenced already."""
         runner = self.runner_of(incarnation)
-        if runner is not None:
-            runner.fail(f"fenced: {reason}")
+        if runner is None:
+            return
+        if not runner.ending:
+            rooms = self.desk.rooms_of([runner.engine.name])
+            engines = {engine.name: engine for live in rooms for engine in live.pair.engines}
+            engines[runner.engine.name] = runner.engine
+            self._take_evidence("fence", reason, engines.values(), rooms)
+        runner.fail(f"fenced: {reason}")
+
+    # ---- evidence ---------------------------------------------------------------------------------
+
+    def _mismatched(self, live: LiveRoom) -> None:
+        self._take_evidence("mismatch", live.room.reason or "", live.pair.engines, [live], str(live.key))
+
+    def _take_evidence(
+        self, kind: Kind, cause: str, engines: Iterable[Engine], rooms: Iterable[LiveRoom], room: str = ""
+    ) -> None:
+        assert self._tasks is not None
+        now = anyio.current_time()
+        ranks = [rank for engine in engines for rank in engine.ranks.values()]
+        about = [live.describe(now, full=True) for live in rooms]
+        self._kept.take(self._tasks, kind, cause, ranks, about, room)
 
     # ---- LinkHandler ------------------------------------------------------------------------------
 
@@ -189,10 +212,14 @@ class Supervisor:
 
     async def _evidence(self, rank: Rank, cause: str) -> None:
         found: dict[str, Any] = {}
+        facts: dict[str, Any] = {}
         with anyio.move_on_after(EVIDENCE_DEADLINE):
             for what in EVIDENCE:
                 found[what] = await self.query(rank, what, EVIDENCE_DEADLINE)
+            facts = await self.query(rank, "evidence", EVIDENCE_DEADLINE)
         self.telemetry.emit(Event.ENGINE_EVIDENCE, "error", **rank.fields(), cause=cause, **found)
+        assert self._tasks is not None
+        self._tasks.start_soon(self._kept.keep, "wedge", cause, rank, {"progress": rank.progress, **found, **facts})
 
     # ---- queries ----------------------------------------------------------------------------------
 

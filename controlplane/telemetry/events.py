@@ -47,6 +47,8 @@ class Event(Enum):
     ENGINE_STOPPING = "engine.stopping", "The engine is asked to end."
     ENGINE_OUTPUT = "engine.output", "A line the engine wrote: its JSON fields, or `line`."
     ENGINE_EVIDENCE = "engine.evidence", "What a wedged or failed engine was doing: stacks, rooms, tickets."
+    EVIDENCE_KEPT = "evidence.kept", "What a rank knows of a mismatch, a wedge or a fence was written to `file`."
+    EVIDENCE_FAILED = "evidence.failed", "Evidence could not be written; said once, until it can be again."
     ENGINE_QUARANTINE_FULL = "engine.quarantine_full", "Above `quarantine_max` pages: no admission, then a restart."
 
     # ---- links

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-import sys
 import threading
 import time
 import traceback
@@ -39,6 +38,7 @@ from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
 from dsv4ctl.engine_adapters.reference.cache import PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
+from dsv4ctl.engine_adapters.reference.evidence import Witness, stacks
 from dsv4ctl.engine_adapters.reference.geometry import Geometry as ModelGeometry
 from dsv4ctl.engine_adapters.reference.geometry import pool_specs
 from dsv4ctl.engine_adapters.reference.hicache import HiCache, paced_gbps
@@ -90,6 +90,7 @@ class Engine:
         self._log = log
         self._end = end
         self._fault: str | None = None
+        self._witness = Witness()
         self._live: dict[RoomKey, Sequence] = {}  #: until every rank gave back what it held
         self._openings: dict[RoomKey, OpenRoom] = {}
         self._loops: dict[str, LoopStatus] = {}
@@ -162,6 +163,7 @@ class Engine:
             self._agent,
             ready=self._ready,
             vouched=self._vouched,
+            witness=self._witness,
             died=lambda why: self._died("transfer", why),
             log=self._log,
             host=self._options.host,
@@ -179,6 +181,7 @@ class Engine:
             self._pools,
             HostPools(self.geometry, host_pages),
             gbps=gbps,
+            witness=self._witness,
             counters=self._count,
             told=self._load_ended,
             died=lambda name, error: self._died(name, repr(error)),
@@ -381,17 +384,21 @@ class Engine:
 
     def query(self, what: str) -> Any:
         if what == "stacks":
-            return _stacks()
-        word, _, begin = what.partition(" ")
-        if word == "trace" and (begin or "0").isdecimal():
-            return page(self.gate.trace, self._trace_rank(), int(begin or 0))
+            return stacks()
+        word, _, which = what.partition(" ")
+        if word == "trace" and (which or "0").isdecimal():
+            return page(self.gate.trace, self._trace_rank(), int(which or 0))
+        if word == "evidence":
+            return self._witness.tell(which, self.gate)
         if what == "flush":
             try:
                 self.flush()
             except BusyError as error:
                 raise ValueError(str(error)) from error
             return "flushed"
-        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, trace [NUMBER] or flush expected")
+        raise ValueError(
+            f"unknown query {what!r}: tickets, rooms, stacks, evidence [ROOM], trace [NUMBER] or flush expected"
+        )
 
     def _trace_rank(self) -> Rank:
         return Rank(
@@ -525,12 +532,3 @@ class Engine:
 
     def fault(self) -> str | None:
         return self._fault
-
-
-def _stacks() -> dict[str, str]:
-    """Every thread's stack, for the watchdog's evidence."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
-        for ident, frame in sys._current_frames().items()
-    }

@@ -19,6 +19,7 @@ from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import digest_pages
+from dsv4ctl.engine_adapters.reference.evidence import Witness, load_mismatch
 from dsv4ctl.engine_adapters.reference.facts import FAILED, LOADED, LOADING
 from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, backup_pages, load_pages
@@ -104,6 +105,7 @@ class HiCache:
         host: HostPools,
         *,
         gbps: float,
+        witness: Witness,
         counters: Callable[[str, int], None],
         told: Callable[[str | None], None],
         died: Callable[[str, BaseException], None],
@@ -113,6 +115,7 @@ class HiCache:
         self._host = host
         self._layers = device.geometry.layers
         self._link = Link(gbps)
+        self._witness = witness
         self._count = counters
         self._told = told
         self._died = died
@@ -214,6 +217,8 @@ class HiCache:
             sealed = np.array([node.digests.values[pool][local] for node in piece.nodes], dtype=np.uint64)
             self._count("digests_compared", len(sealed))
             if (found != sealed).any():
+                pages = [node.logical for node in piece.nodes]
+                self._witness.mismatch("load from the host", load_mismatch(pool, layer, pages, sealed, found))
                 stale.append(pool)
         return stale
 

@@ -22,6 +22,7 @@ from dsv4ctl.controlplane.tickets.ledger import Load
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
+from dsv4ctl.engine_adapters.reference.evidence import Witness, landed_mismatch
 from dsv4ctl.engine_adapters.reference.geometry import PoolSpec
 from dsv4ctl.engine_adapters.reference.inbox import Inbox
 from dsv4ctl.engine_adapters.reference.landed import LandedDigests, digest_landed, folded, joined, split
@@ -70,6 +71,7 @@ class Receiver:
         inbox: Inbox,
         ready: Callable[[RoomKey, Manifest], None],
         vouched: Callable[[RoomKey], None],
+        witness: Witness,
     ) -> None:
         self.counters: Counter[str] = Counter()
         self._pools = pools
@@ -77,6 +79,7 @@ class Receiver:
         self._inbox = inbox
         self._ready = ready
         self._vouched = vouched
+        self._witness = witness
         self._rooms: dict[RoomKey, _Room] = {}
         self._channels: dict[Address, Channel] = {}
 
@@ -284,10 +287,14 @@ class Receiver:
     def _judge(self, room: _Room, landed: LandedDigests) -> bool:
         """Whether it is what every writer sealed; if not, the room is aborted (or, with the guard off, goes on)."""
         found, differing, compared = folded(landed), list[tuple[str, int]](), 0
-        for manifest in room.manifests.values():
+        for writer, manifest in room.manifests.items():
             sealed = PageDigests.from_builtins(manifest.digests)
             compared += sum(len(values) for pool, values in found.values.items() if pool in sealed.values)
-            differing += found.differences(sealed)
+            different = found.differences(sealed)
+            if different:
+                differing += different
+                what = landed_mismatch(landed, writer, sealed, different, self._pools.specs)
+                self._witness.mismatch(str(room.key), what)
         self._agent.counters["digests_compared"] += compared
         pools = sorted({pool for pool, _ in differing})
         self._agent.note(room.key, digests_compared=compared, digest_mismatches=pools)

@@ -19,6 +19,7 @@ from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, Guard
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, fold_pages
+from dsv4ctl.engine_adapters.reference.evidence import Witness
 from dsv4ctl.engine_adapters.reference.geometry import PoolSpec
 from dsv4ctl.engine_adapters.reference.inbox import Inbox
 from dsv4ctl.engine_adapters.reference.nixl import NixlError, Span, Transport
@@ -85,9 +86,10 @@ class _Room:
 class Sender:
     """One task a room. `chunk` and `finish` come from the step thread, all else runs on the loop after `bind`."""
 
-    def __init__(self, incarnation: str, pools: DevicePools, agent: Agent, inbox: Inbox) -> None:
+    def __init__(self, incarnation: str, pools: DevicePools, agent: Agent, inbox: Inbox, witness: Witness) -> None:
         self.counters: Counter[str] = Counter()
         self._incarnation = incarnation
+        self._witness = witness
         self._specs = pools.specs
         self._regions = {region.pool: region for region in pools.regions()}
         self._agent = agent
@@ -180,6 +182,7 @@ class Sender:
                             sends.start_soon(self._send, room, chunk, peer)
                         sent += 1
             self._sent_all(room)
+        self._witness.sealed(room.key, room.digests)
         self._rooms.pop(room.key, None)
 
     async def _send(self, room: _Room, chunk: SealedChunk, peer: str) -> None:

@@ -16,6 +16,7 @@ from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.engine_adapters.agent import Agent
+from dsv4ctl.engine_adapters.reference.evidence import Witness
 from dsv4ctl.engine_adapters.reference.inbox import Inbox
 from dsv4ctl.engine_adapters.reference.nixl import Memory, Nixl, NixlError, Transport
 from dsv4ctl.engine_adapters.reference.peer import Address, Channel, answer, dial
@@ -67,6 +68,7 @@ class Transfer:
         agent: Agent,
         ready: Ready,
         vouched: Callable[[RoomKey], None],
+        witness: Witness,
         died: Callable[[str], None],
         log: Log,
         host: str = "127.0.0.1",
@@ -83,8 +85,8 @@ class Transfer:
         self._started = threading.Event()
         self._thread = threading.Thread(target=self._main, name="transfer", daemon=True)
         self._inbox = Inbox()
-        self.sender = Sender(incarnation, pools, agent, self._inbox)  #: used on a prefill rank
-        self.receiver = Receiver(pools, agent, self._inbox, ready, vouched)  #: used on a decode rank
+        self.sender = Sender(incarnation, pools, agent, self._inbox, witness)  #: used on a prefill rank
+        self.receiver = Receiver(pools, agent, self._inbox, ready, vouched, witness)  #: used on a decode rank
         self._counters: Counter[str] = Counter()
         self._channels: dict[str, Channel] = {}  #: by the peer's incarnation
         self._dialled: set[Address] = set()

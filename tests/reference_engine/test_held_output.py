@@ -45,6 +45,7 @@ def verdicts(monkeypatch: pytest.MonkeyPatch) -> Iterator[Verdicts]:
 def pair(verdicts: Verdicts) -> Iterator[Pair]:
     pair = Pair("emit")
     yield pair
+    verdicts.may.set()
     pair.stop()
 
 

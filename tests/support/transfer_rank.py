@@ -33,6 +33,7 @@ from dsv4ctl.controlplane.tickets.types import Consumer, Guard, LoadKind, SpaceS
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.reference.digests import digest_page
+from dsv4ctl.engine_adapters.reference.evidence import Witness
 from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
 from dsv4ctl.engine_adapters.reference.nixl import Nixl
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
@@ -76,6 +77,7 @@ class Rank:
         self.acks: list[AbortAck] = []
         self.ready: dict[RoomKey, Manifest] = {}
         self.vouched: list[RoomKey] = []
+        self.witness = Witness()
         self.logged: list[tuple[str, dict[str, object]]] = []
         self.died: list[str] = []
         self.owned: dict[RoomKey, tuple[PageTable, Load | None]] = {}
@@ -90,6 +92,7 @@ class Rank:
             self.agent,
             ready=self._ready,
             vouched=self._vouched,
+            witness=self.witness,
             died=self._died,
             log=self._log,
             port=port,
