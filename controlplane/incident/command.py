@@ -45,8 +45,9 @@ Examples:
     type=click.IntRange(min=MIN_SESSIONS),
     help=f"Conversations at once. Default: {FULL_WORK[''].sessions}, or {QUICK_WORK[''].sessions} with --quick.",
 )
+@click.option("--traces", is_flag=True, help="Look for races in each row's event trace, and name who is behind damage.")
 @click.option("--json", "as_object", is_flag=True, help="Print one JSON object.")
-def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: bool) -> None:
+def command(quick: bool, only: str, seed: int, sessions: int | None, traces: bool, as_object: bool) -> None:
     """Real A/B experiments: what each guard prevents, against the one-at-a-time oracle.
 
     Starts deployments of the embedded engine of its own, switches guards off, and compares every output and page
@@ -66,6 +67,7 @@ def command(quick: bool, only: str, seed: int, sessions: int | None, as_object: 
         work={group: work if sessions is None else work._replace(sessions=sessions) for group, work in works.items()},
         seed=seed,
         cost=not quick and not names,
+        traces=traces,
     )
     report = _run(plan)
     click.echo(as_json(report) if as_object else as_text(report))

@@ -16,8 +16,10 @@ import msgspec
 from dsv4ctl.controlplane.admin.client import AdminClient, NoControlPlaneError, connect
 from dsv4ctl.controlplane.admin.errors import AdminError
 from dsv4ctl.controlplane.incident.configuration import toml
+from dsv4ctl.controlplane.incident.evaluate import Traced
 from dsv4ctl.controlplane.incident.process import ended, ours
 from dsv4ctl.controlplane.incident.rows import Deployment
+from dsv4ctl.controlplane.incident.traced import traced
 
 _START = "from dsv4ctl.controlplane.cli.main import main; main()"
 #: Seconds: until every engine serves; for rooms to end once no request runs; between two looks.
@@ -106,6 +108,9 @@ class Running:
         """The first rank's process of the first engine of this role."""
         engines = await self._get("/engines", {})
         return int(next(engine["pid"] for engine in engines if engine["role"] == role))
+
+    async def traced(self, since_ns: int) -> Traced:
+        return await traced(self._admin, since_ns)
 
     async def set_guards(self, off: Sequence[str]) -> None:
         arguments = {"off": list(off)} if off else {"all_on": True}

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass, field
 
@@ -61,10 +62,12 @@ async def run_row(
     new_tokens: int,
     victims: Callable[[int], Collection[int]],
     told: Callable[[], None],
+    trace: bool = False,
 ) -> Measured:
     """From flushed caches to no room in flight. `victims(round)`: sessions whose requests are aborted (if `waves`).
 
-    `told` is called after each round. Raises DeploymentError, NoControlPlaneError, TimeoutError.
+    `told` is called after each round; `trace`: its races are looked for. Raises DeploymentError,
+    NoControlPlaneError, TimeoutError.
     """
     await running.ready()
     if not row.fault:
@@ -73,7 +76,7 @@ async def run_row(
     before = counters(await running.engine_infos())
     stormed = None if row.storm is None else await storm(running, row.storm, len(turns))
     state = _Row(running, new_tokens, fault=row.fault, guarded=row.guarded, moving=_MOVING[row.deployment.topology])
-    began = anyio.current_time()
+    began, began_ns = anyio.current_time(), time.monotonic_ns()
     for round_ in sorted({round_ for _, round_ in turns}):
         this = [turn for turn in turns.values() if turn.round == round_]
         if not state.parted:
@@ -84,9 +87,12 @@ async def run_row(
     after = before if state.parted else counters(await running.engine_infos())
     rooms = {key: room for key in sorted(state.keys) if (room := await running.room(key)) is not None}
     loaded = after["host_tokens_loaded"] - before["host_tokens_loaded"]
+    traced = await running.traced(began_ns) if trace else None
     differing = since(before, after, LOAD_DIFFERS)
     violated = since(before, after, VIOLATION)
-    return Measured(state.asked, rooms, left, state.aborts, violated, max(loaded, 0), seconds, differing, stormed)
+    return Measured(
+        state.asked, rooms, left, state.aborts, violated, max(loaded, 0), seconds, differing, stormed, traced
+    )
 
 
 async def _round(state: _Row, turns: list[Turn], victims: Collection[int]) -> None:

@@ -11,6 +11,7 @@ import msgspec
 
 from dsv4ctl.controlplane.incident.rows import Row, Topology
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomState
+from dsv4ctl.controlplane.tickets.types import Guard
 
 
 class Stormed(msgspec.Struct):
@@ -24,6 +25,28 @@ class Stormed(msgspec.Struct):
     failed: int
     seconds: float
     pages_left: int
+
+
+class Traced(msgspec.Struct):
+    """What the race detector made of the ranks' rings. `rooms`: how many read too early or what was gone.
+
+    `behind`: by room, the consumers whose early reads it depends on, its own or those of whoever computed its pages.
+    """
+
+    events: int
+    gaps: int
+    races: int
+    rooms: int
+    behind: dict[str, list[str]]
+
+
+class Named(msgspec.Struct):
+    """`corrupted`: rooms with a wrong answer or wrong digests; `named`: those traced back to the ungated consumer."""
+
+    races: int
+    corrupted: int
+    named: int
+    gaps: int
 
 
 class Expected(NamedTuple):
@@ -69,6 +92,7 @@ class Measured(NamedTuple):
     seconds: float
     loads_differ: Mapping[str, int] = {}
     stormed: Stormed | None = None
+    traced: Traced | None = None
 
 
 class RowResult(msgspec.Struct, kw_only=True):
@@ -104,6 +128,7 @@ class RowResult(msgspec.Struct, kw_only=True):
     edges: dict[str, int]
     errors: list[str]
     storm: Stormed | None = None  #: what came before the requests
+    traced: Named | None = None  #: by the race detector; None: not asked for
     verdict: str = ""
 
     @property
@@ -149,6 +174,9 @@ def evaluate(row: Row, sessions: int, expected: Mapping[tuple[int, int], Expecte
         seconds=round(measured.seconds, 2),
         edges=dict(sorted(measured.edges.items())),
         storm=measured.stormed,
+        traced=_named(
+            row, wrong, [one for one in asked if _damaged_pools(one, right, measured.rooms)], measured.traced
+        ),
         errors=sorted({one.error for one in asked if one.error is not None})[:3],
     )
     result.verdict = verdict(result)
@@ -166,6 +194,15 @@ def _damaged_pools(
     turn = right[asked.session, asked.round]
     differing = {pool for pool, values in sealed.items() if list(values) != list(turn[pool])}
     return differing | set(detail.get("digest_mismatches") or ())
+
+
+def _named(row: Row, wrong: Iterable[Asked], damaged: Iterable[Asked], traced: Traced | None) -> Named | None:
+    if traced is None:
+        return None
+    rooms = {one.room for one in (*wrong, *damaged) if one.room is not None}
+    consumer = next((g.consumer.value for g in Guard if g.value == row.guards and g.consumer), "")
+    named = sum(consumer in traced.behind.get(room, ()) for room in rooms)
+    return Named(traced.races, len(rooms), named, traced.gaps)
 
 
 def _detail(asked: Asked, rooms: Mapping[str, Mapping[str, Any]]) -> Mapping[str, Any]:
@@ -209,6 +246,7 @@ def problems(rows: Sequence[tuple[Row, RowResult]]) -> list[str]:
                 "failed": result.failed,
                 "digest mismatches": result.digest_mismatches,
                 "pages left": result.storm.pages_left if result.storm else 0,
+                "races": result.traced.races if result.traced else 0,
             }
             bad = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
             if bad:

@@ -37,6 +37,7 @@ class Plan(NamedTuple):
     work: Mapping[str, Work]
     seed: int
     cost: bool
+    traces: bool = False
 
     def work_of(self, row: Row) -> Work:
         return self.work[row.group]
@@ -129,7 +130,7 @@ class Experiment:
             for _ in range(sessions):
                 self._progress.step()
 
-        measured = await run_row(running, row, script.turns, size.new_tokens, chosen, told)
+        measured = await run_row(running, row, script.turns, size.new_tokens, chosen, told, self._plan.traces)
         self._results.append((row, evaluate(row, sessions, script.expected, measured)))
 
     def _index_topk(self) -> int | None:

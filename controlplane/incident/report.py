@@ -70,6 +70,13 @@ def as_text(report: Report) -> str:
     }
     if storms:
         parts.append(_section("storms", storms))
+    traced = {
+        row.name: f"{row.traced.races} races; {row.traced.named} of {row.traced.corrupted} corrupted rooms traced back"
+        for row in report.rows
+        if row.traced
+    }
+    if traced:
+        parts.append(_section("race detector", traced))
     failed = {row.name: "; ".join(row.errors) for row in report.rows if row.errors}
     if failed:
         parts.append(_section("errors", failed))
