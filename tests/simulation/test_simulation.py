@@ -18,7 +18,7 @@ from simulation.shrink import shrink
 from simulation.world import Found, Violation, simulate
 
 #: Fresh seeds of one run.
-FRESH = 30
+FRESH = 25
 BASE = secrets.randbelow(1_000_000_000)
 #: Plans that found a fault once, as small as they could be made.
 FAILED = sorted(Path(__file__).with_name("failed").glob("*.json"))

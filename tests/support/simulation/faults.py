@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import signal
 from collections.abc import Callable
 from functools import partial
 from random import Random
@@ -141,7 +142,7 @@ class Injector:
     def _kill(self, fault: Fault) -> None:
         rank = self._world.host.of(fault.target, fault.rank)
         if rank is not None:
-            rank.kill()
+            rank.end(-signal.SIGKILL)
 
     def _pause(self, fault: Fault) -> None:
         rank = self._world.host.of(fault.target, fault.rank)

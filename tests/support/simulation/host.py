@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import signal
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -31,6 +32,38 @@ class Faults:
     corrupt: bool = False
 
 
+class Process:
+    """A rank as one control plane holds it: what it did not do before its death it never does."""
+
+    def __init__(self, host: Host, rank: Rank) -> None:
+        self._host, self._rank, self._life = host, rank, host.plane_life
+        self.argv, self.pid, self.relayed = rank.argv, rank.pid, rank.relayed
+
+    @property
+    def _dead(self) -> bool:
+        return self._life != self._host.plane_life
+
+    async def serving(self) -> None:
+        """Its HTTP server is there before its link."""
+
+    async def reaped(self) -> int:
+        return 0 if self._dead else await self._rank.reaped()
+
+    def terminate(self) -> None:
+        if not self._dead:
+            self._rank.terminate()
+
+    def kill(self) -> None:
+        if not self._dead:
+            self._rank.end(-signal.SIGKILL)
+
+    async def relay(self, line: Callable[[str, str], None]) -> None:
+        await self._rank.relay(line)
+
+    async def close(self) -> None:
+        return
+
+
 class Host:
     def __init__(self, loop: VirtualLoop, plan: Plan, violated: Violated) -> None:
         self.loop, self.plan, self.seed, self.violated = loop, plan, plan.seed, violated
@@ -38,6 +71,7 @@ class Host:
         self.reaped: dict[str, float] = {}  #: by incarnation, and when
         self.groups: dict[str, Group] = {}  #: by the first incarnation
         self.listener = MemoryListener()
+        self.plane_life = 0  #: counts the control planes that died
         self._faults: dict[tuple[str, int], Faults] = {}
         self._wires: dict[tuple[str, str], Wire] = {}
         self._pids = itertools.count(100)
@@ -53,11 +87,22 @@ class Host:
         return engine.config.ranks
 
     async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
-        """Engines end with their control plane: none of them is set to survive it."""
-        return {}
+        """Engines of which every rank lives; the rest of those that an earlier control plane left is killed."""
+        found: dict[str, list[str]] = {}
+        for group in list(self.groups.values()):
+            if len(group.ranks) == len(group.numbers) and not any(rank.stopped for rank in group.ranks):
+                found[group.name] = [rank.incarnation for rank in group.ranks]
+                continue
+            for rank in group.ranks:
+                rank.end(-signal.SIGKILL)
+                await rank.reaped()
+        return found
 
-    async def __call__(self, engine: Engine, ranks: Sequence[Planned]) -> Rank:
+    async def __call__(self, engine: Engine, ranks: Sequence[Planned]) -> Process:
         (planned,) = ranks
+        adopted = self.ranks.get(planned.incarnation)
+        if adopted is not None:
+            return Process(self, adopted)
         name = next(iter(engine.ranks))
         group = self.groups.get(name)
         if group is None:
@@ -67,7 +112,17 @@ class Host:
         rank = Rank(self, group, planned.number, planned.incarnation, next(self._pids))
         group.ranks.append(rank)
         self.ranks[planned.incarnation] = rank
-        return rank
+        return Process(self, rank)
+
+    def crash(self) -> None:
+        """The control plane's process is gone. The kernel ends its engines with it, but for those that survive."""
+        self.plane_life += 1
+        self.listener.open = False
+        for rank in list(self.ranks.values()):
+            if self.plan.deployment.survive:
+                rank.orphaned()
+            else:
+                rank.end(-signal.SIGKILL)
 
     def ended(self, rank: Rank) -> None:
         """It was reaped: its connections break."""

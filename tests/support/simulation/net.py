@@ -178,8 +178,9 @@ class RankEnd:
 
     def _plane_closed(self) -> None:
         """Frames on their way still arrive, then the rank learns that nobody listens any more."""
-        self._to_plane.close()
-        asyncio.get_running_loop().call_later(2 * LATENCY[1], self._lost)
+        if not self._to_plane.closed:
+            self._to_plane.close()
+            asyncio.get_running_loop().call_later(2 * LATENCY[1], self._lost)
 
 
 class MemoryListener(Listener[ByteStream]):

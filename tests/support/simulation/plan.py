@@ -53,13 +53,14 @@ class Fault(msgspec.Struct, frozen=True):
 
 
 class Deployment(msgspec.Struct, frozen=True):
-    """Engines of each role, ranks of each engine, pages of each rank; ready decides whether pages are scarce."""
+    """Engines of each role, ranks of each engine, pages of each rank; whether engines outlive their control plane."""
 
     prefill: int
     decode: int
     ranks: int
     pages: int
     max_rooms: int = 512
+    survive: bool = False
 
     def engines(self) -> list[str]:
         return [f"prefill{n}" for n in range(self.prefill)] + [f"decode{n}" for n in range(self.decode)]
@@ -82,7 +83,8 @@ class Plan(msgspec.Struct, frozen=True):
     def __str__(self) -> str:
         deployment = self.deployment
         engines = f"{deployment.prefill} prefill and {deployment.decode} decode engines of {deployment.ranks} ranks"
-        lines = [f"seed {self.seed}: {engines}, {deployment.pages} pages a rank, {self.seconds:.0f} s"]
+        survive = " that survive" if deployment.survive else ""
+        lines = [f"seed {self.seed}: {engines}{survive}, {deployment.pages} pages a rank, {self.seconds:.0f} s"]
         lines += [f"  {fault}" for fault in sorted(self.faults, key=lambda fault: fault.at)]
         for one in self.clients if len(self.clients) <= 12 else ():
             goes = "" if one.leaves is None else f", leaves after {one.leaves:.2f} s"
@@ -99,6 +101,7 @@ def small(seed: int) -> Plan:
         prefill=random.choice((1, 1, 2)), decode=random.choice((1, 1, 2)), ranks=random.choice((1, 1, 1, 2)),
         pages=random.choice((8, 12, 40)),
     )  # fmt: skip
+    deployment = msgspec.structs.replace(deployment, survive=seed % 5 == 3)
     seconds = random.choice((10.0, 20.0, 40.0))
     bursts = [random.uniform(1.5, seconds) for _ in range(random.randint(1, 3))]
     clients = tuple(_client(random, number, _near(random, bursts)) for number in range(random.randint(10, 40)))
@@ -106,6 +109,8 @@ def small(seed: int) -> Plan:
     faults = tuple(
         fault for _ in range(random.randint(1, 3)) for fault in _pair(random, kinds, deployment, _near(random, bursts))
     )
+    if deployment.survive:
+        faults = (*faults, Fault("crash", round(_near(random, bursts), 4)))
     seconds = max(event.at for event in (*clients, *faults)) + 1.0
     return Plan(seed, deployment, seconds, clients, faults)
 

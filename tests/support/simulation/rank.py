@@ -6,8 +6,8 @@ the group's rounds do what the reference engine's parts of these names do.
 
 from __future__ import annotations
 
-import signal
 from collections.abc import Callable
+from functools import partial
 from random import Random
 from typing import TYPE_CHECKING, Any
 
@@ -51,6 +51,8 @@ POOLS = ("c4_kv", "index_k")
 GONE = (Refusal, UnknownRoomError)
 #: Seconds: from the start of a process to its Hello; from a kill to the reaped process; from SIGTERM to the end.
 _START, _REAP, _STOP = (0.3, 1.2), (0.001, 0.2), (0.05, 0.3)
+#: Seconds between two looks for another control plane.
+_SEEK = 0.2
 #: Seconds of a link before Welcome.
 _GREETING = 30.0
 #: Events kept for `trace` queries: the ring's own capacity is for hours.
@@ -70,8 +72,6 @@ class _Agent(Agent):
 
 
 class Rank:
-    """Also the `Running` that its supervisor holds."""
-
     def __init__(self, host: Host, group: Group, number: int, incarnation: str, pid: int) -> None:
         self.host, self.group, self.number, self.incarnation = host, group, number, incarnation
         self.name = f"{group.name}/{number}#{group.life}"
@@ -101,7 +101,9 @@ class Rank:
         self._reaped = anyio.Event()
         self._link = RankEnd(self.random, self.faults.link, self._arrived, self._link_lost)
         self._interval: float | None = None
-        self.after(self.random.uniform(*_START), self._connect)
+        self._welcomed = False
+        self._attempt = 0
+        self.after(self.random.uniform(*_START), partial(self._connect, 0))
 
     # ---- a process -----------------------------------------------------------------------------------
 
@@ -144,12 +146,6 @@ class Rank:
     def terminate(self) -> None:
         self.post(lambda: self.after(self.random.uniform(*_STOP), lambda: self.end(0)))
 
-    def kill(self) -> None:
-        self.end(-signal.SIGKILL)
-
-    async def serving(self) -> None:
-        """Its HTTP server is there before its link."""
-
     async def reaped(self) -> int:
         await self._reaped.wait()
         return self.code
@@ -161,16 +157,19 @@ class Rank:
             line("stderr", self._words)
         self.relayed.set()
 
-    async def close(self) -> None:
-        return
-
     # ---- the link ------------------------------------------------------------------------------------
 
-    def _connect(self) -> None:
+    def _connect(self, attempt: int) -> None:
+        if attempt != self._attempt:
+            return
+        self._link = RankEnd(self.random, self.faults.link, self._arrived, self._link_lost)
         try:
             self.host.connect(self._link)
         except OSError as error:
-            self.end(1, f"no control plane: {error}")
+            if self.host.plan.deployment.survive and self._interval is not None:
+                self._seek()
+            else:
+                self.end(1, f"no control plane: {error}")
             return
         self._send(
             Hello(
@@ -178,7 +177,11 @@ class Rank:
                 self.pid, self.url, 9 if self.role is Role.PREFILL else 0, _geometry(self.group.pages),
             )
         )  # fmt: skip
-        self.after(_GREETING, lambda: self.end(1, "no Welcome") if self._interval is None else None)
+        self.after(_GREETING, partial(self._unwelcome, attempt))
+
+    def _unwelcome(self, attempt: int) -> None:
+        if not self._welcomed and attempt == self._attempt:
+            self.end(1, "no Welcome")
 
     @property
     def url(self) -> str:
@@ -187,13 +190,29 @@ class Rank:
     def _send(self, frame: Any) -> None:
         self._link.send(frame)
 
+    def orphaned(self) -> None:
+        """The control plane is gone: every room is aborted, and the next one is looked for."""
+        self._link.close()
+        self.post(lambda: self.agent.orphaned("the control plane is gone"))
+        self.post(self.group.wake)
+        self._welcomed = False
+        self._seek()
+
+    def _seek(self) -> None:
+        """Only the latest attempt counts."""
+        self._attempt += 1
+        self.after(_SEEK, partial(self._connect, self._attempt))
+
     def break_link(self) -> None:
         """Both ends learn of it: the rank ends, and is not asked."""
         self._link.close()
         self._link_lost()
 
     def _link_lost(self) -> None:
-        self.post(lambda: self.end(1, "the link is lost"))
+        if self.host.plan.deployment.survive and self._interval is not None:
+            self.orphaned()
+        else:
+            self.post(lambda: self.end(1, "the link is lost"))
 
     def _arrived(self, frame: ToRank) -> None:
         def take() -> None:
@@ -205,8 +224,12 @@ class Rank:
     def _take(self, frame: ToRank) -> None:
         match frame:
             case Welcome():
-                self._interval = frame.progress_interval
-                self._tick()
+                self._welcomed = True
+                if self._interval is None:
+                    self._interval = frame.progress_interval
+                    self._tick()
+                else:
+                    self.agent.adopted()
                 return
             case Refused():
                 self.end(1, f"refused: {frame.reason}")

@@ -111,7 +111,7 @@ class World:
         self._over = anyio.Event()
         self._plane_scope = anyio.CancelScope()
         self._last_code: int | None = None
-        self._stopping = False
+        self._stopping = self._crashed = False
 
     @property
     def up(self) -> bool:
@@ -149,6 +149,8 @@ class World:
             del self._story[:_STORY]
 
     def said(self, event: Event, level: str, fields: dict[str, Any]) -> None:
+        if self._crashed:
+            return
         self.events[event.value] += 1
         if event is Event.ENGINE_STARTING:
             life = f"{fields['engine']}/{fields['rank']}"
@@ -184,7 +186,7 @@ class World:
                 self.plane = SupervisedPlane(self.supervisor)
                 session: Any = Session(self.host.server)
                 self.clients.gateway = Completions(self.config.gateway, self.supervisor.desk, session, self._telemetry)
-                self._last_code = None
+                self._last_code, self._crashed = None, False
                 self._last_code = await serve(self.supervisor, self.plane, lambda plane: None)
                 self.supervisor.desk.refusing = "stopped"
                 with anyio.move_on_after(STOP_GRACE):
@@ -193,7 +195,7 @@ class World:
             self.tell(f"the control plane ended: {self._last_code}")
             self.clients.cut_off()
             await anyio.sleep(0.5)
-            if self.host.ranks:
+            if self.host.ranks and not (self._crashed and self.plan.deployment.survive):
                 self.violated("S5", f"the control plane ended, and {len(self.host.ranks)} ranks live")
 
     def signal(self) -> None:
@@ -201,9 +203,9 @@ class World:
         self.loop.deliver(signal.SIGTERM)
 
     def crash(self) -> None:
-        """The control plane dies: the kernel kills its engines with it."""
-        for rank in list(self.host.ranks.values()):
-            rank.kill()
+        """The control plane dies: what its code does from here on is done by nobody."""
+        self._crashed = True
+        self.host.crash()
         self._plane_scope.cancel()
 
     # ---- the run -------------------------------------------------------------------------------------
@@ -330,7 +332,7 @@ def _config(plan: Plan) -> Config:
         engines=[
             EngineConfig(
                 name=name, role="prefill" if name.startswith("prefill") else "decode", ranks=deployment.ranks,
-                hicache=HiCacheConfig(enabled=False),
+                hicache=HiCacheConfig(enabled=False), survive=deployment.survive,
             )
             for name in deployment.engines()
         ],
