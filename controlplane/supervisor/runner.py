@@ -222,8 +222,10 @@ class EngineRunner:
         for rank in ranks:
             rank.pid = process.pid
             rank.started_at = anyio.current_time()
-            event = Event.ENGINE_ADOPTED if adopts else Event.ENGINE_STARTED
-            self._telemetry.emit(event, **rank.fields(), pid=process.pid, argv=list(process.argv))
+            self._telemetry.emit(
+                Event.ENGINE_ADOPTED if adopts else Event.ENGINE_STARTED,
+                **rank.fields(), pid=process.pid, argv=list(process.argv),
+            )  # fmt: skip
         started = Started(process, ranks)
         tasks.start_soon(process.relay, self._relay_to(ranks))
         tasks.start_soon(self._watch_exit, started)
