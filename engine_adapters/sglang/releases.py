@@ -139,6 +139,12 @@ HOOKS: tuple[Hook, ...] = (
         "pages of an aborted chunked prefill are given back when no write of its earlier chunks is in flight",
     ),
     Hook(
+        _SCHEDULER + "abort_request",
+        "hooks.rooms_prefill:abort_request",
+        "around",
+        "an aborted request that waited leaves nothing behind in the transfer manager",
+    ),
+    Hook(
         _NIXL + "NixlKVManager._start_bootstrap_thread",
         "hooks.bootstrap:start",
         "replace",

@@ -37,7 +37,7 @@ from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
-from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, sender  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, rooms_prefill, sender  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
 from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chunk, tokens  # noqa: E402
@@ -377,6 +377,28 @@ def failed_room_keeps_its_source_pages_while_a_write_is_in_flight(hooked: bool) 
     with contextlib.suppress(Queue.Empty):
         chunks.get()
     assert poll([poller], None, None) == [KVPoll.Failed]
+
+
+@check
+def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    made.open()
+    manager = Manager()
+    manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
+    manager.update_status(7, KVPoll.WaitingForInput)
+    manager.transfer_infos[7] = {}
+    waiting = object.__new__(conn.NixlKVSender)
+    waiting.__dict__.update(kv_mgr=manager, bootstrap_room=7)
+    request = SimpleNamespace(bootstrap_room=7, rid="request", disagg_kv_sender=waiting, pending_bootstrap=False)
+    scheduler = SimpleNamespace(waiting_queue=[request])
+    order = AbortReq(rid="request")
+
+    def drop(_: Any, order: Any) -> None:
+        scheduler.waiting_queue.clear()
+
+    rooms_prefill.abort_request(drop, scheduler, order)
+    assert not manager.request_status, "the room's status stays for ever"
+    assert not manager.transfer_infos
 
 
 def _transfer_queue(made: World, status: int, written: int = 7) -> Any:

@@ -277,6 +277,7 @@ class Manager:
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, Any] = {}
         self.bootstrap_timeout = 300.0
+        self.deferred_bootstrap = None
 
     def record_failure(self, room: int, reason: str) -> None:
         self.failures[room] = reason

@@ -130,6 +130,10 @@ def hold(stock: Any, transfer_queue: Any) -> list[int]:
         for status, decode_req in zip(polls, transfer_queue.queue, strict=True)
     ]
     held = any_rank(holds, transfer_queue.gloo_group)
+    for status, stays, decode_req in zip(polls, held, transfer_queue.queue, strict=True):
+        if status == KVPoll.Failed and not stays:  # what stock keeps of a room that did not arrive
+            statuses = getattr(decode_req.kv_receiver.kv_mgr, "transfer_statuses", {})
+            statuses.pop(decode_req.req.bootstrap_room, None)
     return [KVPoll.Transferring if stays else status for status, stays in zip(polls, held, strict=True)]
 
 

@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
 
+from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
@@ -63,6 +64,24 @@ def chunked_abort(stock: Any, scheduler: Any) -> Any:
     ):
         return None  # the next turn looks again
     return stock(scheduler)
+
+
+def abort_request(stock: Any, scheduler: Any, order: Any) -> Any:
+    """A waiting request that stock drops leaves its room behind in the transfer manager: nobody asks for it again."""
+    here = rank.here()
+    if here is None or here.role is not Role.PREFILL:
+        return stock(scheduler, order)
+    before = list(scheduler.waiting_queue)
+    answer = stock(scheduler, order)
+    kept = {id(request) for request in scheduler.waiting_queue}
+    for request in before:
+        sender = getattr(request, "disagg_kv_sender", None)
+        if id(request) not in kept and sender is not None:
+            here.rooms.fail(request.bootstrap_room, "aborted while it waited")
+            sender.clear()
+            with sender.kv_mgr.failure_lock:
+                sender.kv_mgr.failure_records.pop(request.bootstrap_room, None)
+    return answer
 
 
 def _holds(here: rank.Rank, room: int | None) -> bool:
