@@ -8,6 +8,7 @@ prefix is shared and sent by.
 from __future__ import annotations
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from dataclasses import dataclass
 
 import numpy as np
@@ -59,6 +60,7 @@ class PageDigests:
         shape = (len(self.names), pools.pages(pools.full))
         self.sealed = torch.zeros(shape, dtype=torch.int64, device=self._device)
         self.on_host = torch.zeros((shape[0], host_pages), dtype=torch.int64, device=self._device)
+        self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self.compute(torch.zeros(1, dtype=torch.int64, device=self._device))  # compiled now, not under a request
 
     def pages(self, indices: torch.Tensor) -> torch.Tensor:
@@ -69,6 +71,12 @@ class PageDigests:
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
         return torch.cat([ops.digest_buffers(pool, pages) for pool in self._pools])
+
+    def landed(self, page_numbers: Sequence[int]) -> Fetched:
+        """Starts to compute what landed in these pages, beside every forward: the peer wrote them, no stream here."""
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            pages = torch.tensor(page_numbers, dtype=torch.int64).to(self._device, non_blocking=True)
+            return fetch(self.compute(pages))
 
     def seal(self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int]) -> None:
         """A forward wrote `lengths[i]` tokens of request i behind `prefixes[i]`; `locations` of all, one after another.

@@ -32,7 +32,7 @@ class Room:
     opening: OpenRoom
     dropped: bool = False  #: aborting: nothing new is begun for it
     forwards: int = 0  #: forwards counted with the agent
-    pages: int = 0  #: destination pages that writers were told
+    destination: tuple[int, ...] = ()  #: pages that writers were told, in logical order
     first_page: int = 0  #: of the prompt: those before it are the decode rank's own
     exposed: bool = False
     verified: bool = False
@@ -97,7 +97,7 @@ class Rooms:
                 self._aborts.pop(key.room, None)
 
     def quarantine(self, key: RoomKey) -> dict[str, int]:
-        return {"full": self._rooms[key.room].pages}
+        return {"full": len(self._rooms[key.room].destination)}
 
     def query(self, what: str) -> Any:
         return self._query(what)
@@ -117,7 +117,7 @@ class Rooms:
         return room in self._rooms
 
     def held_pages(self) -> int:
-        return sum(room.pages for room in list(self._rooms.values()) if room.dropped)
+        return sum(len(room.destination) for room in list(self._rooms.values()) if room.dropped)
 
     def fail(self, room: int, reason: str, source: AbortSource = AbortSource.ENGINE_FAULT) -> None:
         found = self._rooms.get(room)
@@ -162,10 +162,10 @@ class Rooms:
             self.apply(room, lambda half, peer=peer: half.landed(peer))  # type: ignore[misc]
         self.apply(room, Reader.verified)
 
-    def expose(self, room: Room, endpoints: Iterable[str], pages: int) -> bool:
+    def expose(self, room: Room, endpoints: Iterable[str], pages: Iterable[int]) -> bool:
         """The writers are about to be told where to write. False if the room is over."""
         room.writers = dict(zip(room.opening.peers, endpoints, strict=False))
-        room.pages = pages
+        room.destination = tuple(map(int, pages))
         room.exposed = self.apply(room, Reader.expose)
         return room.exposed
 

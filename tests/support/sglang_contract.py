@@ -388,7 +388,7 @@ def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
     manager.update_status(7, KVPoll.WaitingForInput)
     manager.transfer_infos[7] = {}
     waiting = object.__new__(conn.NixlKVSender)
-    waiting.__dict__.update(kv_mgr=manager, bootstrap_room=7)
+    waiting.__dict__.update(kv_mgr=manager, bootstrap_room=7, conclude_state=None)
     request = SimpleNamespace(bootstrap_room=7, rid="request", disagg_kv_sender=waiting, pending_bootstrap=False)
     scheduler = SimpleNamespace(waiting_queue=[request])
     order = AbortReq(rid="request")
@@ -459,7 +459,7 @@ def _exposed(made: World) -> RoomKey:
     key = made.open()
     room = made.rank.rooms.find(7)
     assert room is not None
-    assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], 2)
+    assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], [5, 6])
     return key
 
 
@@ -618,11 +618,9 @@ class _Pair:
         key = self.decode.open(peers=("me",))
         room = self.decode.rank.rooms.find(7)
         assert room is not None
-        self.decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], 2)
+        self.decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], [5, 6])
         self._arrive(sent)
         self.queue = _transfer_queue(self.decode, KVPoll.Success)
-        self.queue.queue[0].req.__dict__.update(req_pool_idx=0, origin_input_ids=list(range(PAGE + 40)))
-        self.decode.scheduler.req_to_token_pool.req_to_token[0, : 2 * PAGE] = tokens(5, 6)
         self.key = key
 
     def _send(self, prefill: World, pages: tuple[int, ...]) -> list[Any]:

@@ -277,13 +277,17 @@ class Manager:
         self.request_status: dict[int, int] = {}
         self.transfer_infos: dict[int, Any] = {}
         self.bootstrap_timeout = 300.0
-        self.deferred_bootstrap = None
+        self.deferred_bootstrap = self._staging_ctx = None
+        self.req_to_decode_prefix_len: dict[int, int] = {}
 
     def record_failure(self, room: int, reason: str) -> None:
         self.failures[room] = reason
 
     def update_status(self, room: int, status: int) -> None:
         self.request_status[room] = status
+
+    def _maybe_ack_drained_abort(self, room: int) -> None:
+        pass
 
     def check_status(self, room: int) -> int:
         return self.request_status.get(room, 2)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import time
 from typing import Any
 
 from sglang.srt.disaggregation.base import KVPoll
@@ -13,11 +14,14 @@ from sglang.srt.utils.network import NetworkAddress
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import PageDigests, fetch
+from dsv4ctl.engine_adapters.sglang.digests import Fetched, PageDigests
 from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
 from dsv4ctl.engine_adapters.sglang.peers import Digests, with_trailer
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 from dsv4ctl.policies.integrity import Verdict
+
+#: Digests of what landed take tens of microseconds, beside a running forward somewhat more.
+_STAY_SECONDS = 0.0005
 
 
 def created(_: Any, receiver: Any, *args: Any, **kwargs: Any) -> None:
@@ -52,7 +56,7 @@ def expose(stock: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any
     room = here.rooms.find(receiver.bootstrap_room)
     infos = receiver.bootstrap_infos or ()
     endpoints = [NetworkAddress(info["rank_ip"], info["rank_port"]).to_tcp() for info in infos]
-    if room is None or not here.rooms.expose(room, endpoints, len(kv_indices)):
+    if room is None or not here.rooms.expose(room, endpoints, kv_indices):
         receiver.kv_mgr.record_failure(receiver.bootstrap_room, "the room is aborted, or was not opened here")
         receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
         return None
@@ -65,9 +69,29 @@ def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, 
     here = rank.here()
     if here is None:
         return
-    for i, status in enumerate(polls):
-        if status == KVPoll.Success and decode_reqs[i].req.bootstrap_host != FAKE_BOOTSTRAP_HOST:
-            polls[i] = _verdict(here, decode_reqs[i], buffers)
+    arrived = [
+        i
+        for i, status in enumerate(polls)
+        if status == KVPoll.Success and decode_reqs[i].req.bootstrap_host != FAKE_BOOTSTRAP_HOST
+    ]
+    _compute(here, [decode_reqs[i].req.bootstrap_room for i in arrived])
+    for i in arrived:
+        polls[i] = _verdict(here, decode_reqs[i], buffers)
+
+
+def _compute(here: rank.Rank, numbers: list[int]) -> None:
+    """Starts the digests of what landed, and stays for them a moment: the next turn may be a whole forward away."""
+    if here.digests is None:
+        return
+    started = []
+    for number in numbers:
+        room = here.rooms.find(number)
+        if room is not None and room.found is None and here.integrity.verdict(number) is not Verdict.NONE:
+            room.found = here.digests.landed(room.destination)
+            started.append(room.found)
+    until = time.monotonic() + _STAY_SECONDS
+    while not all(found.ready() for found in started) and time.monotonic() < until:
+        pass
 
 
 def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
@@ -82,23 +106,17 @@ def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
         return int(KVPoll.Failed)
     if not room.verified:
         # A token of SGLang's can't be held back once it decodes: `emit` has its verdict before the first read, too.
-        digests = None if here.integrity.verdict(number) is Verdict.NONE else here.digests
-        if digests is not None and not _compared(here, digests, room, decode_req):
+        if here.digests is not None and room.found is not None and not _compared(here, here.digests, room, room.found):
             return int(KVPoll.Transferring if here.rooms.live(number) else KVPoll.Failed)
         here.rooms.landed(room)
     return int(KVPoll.Success)
 
 
-def _compared(here: rank.Rank, digests: PageDigests, room: Room, decode_req: Any) -> bool:
+def _compared(here: rank.Rank, digests: PageDigests, room: Room, landed: Fetched) -> bool:
     """Whether what landed is what was sealed. False too while that is not known yet."""
-    request = decode_req.req
-    if room.found is None:
-        table = here.scheduler.req_to_token_pool.req_to_token
-        pages = digests.pages(table[request.req_pool_idx, : len(request.origin_input_ids)])
-        room.found = fetch(digests.compute(pages[len(pages) - room.pages :]))
-    if len(room.told) < len(room.opening.peers) or not room.found.ready():
+    if len(room.told) < len(room.opening.peers) or not landed.ready():
         return False
-    found = room.found.get()
+    found = landed.get()
     wrong = [difference for told in room.told.values() for difference in _differences(digests, found, told)]
     here.counters["digests_compared"] += found.size
     if not wrong:
