@@ -115,7 +115,9 @@ class Engine:
         self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
         self.gate = self._make_gate(launch)
         self._link = self._make_link(launch.link)
-        self._agent = Agent(self._role, launch.incarnation, self.gate, self, self._link.send, time.monotonic)
+        self._agent = Agent(
+            self._role, launch.incarnation, self.gate, self, self._staged.send(self._link.send), time.monotonic
+        )
         self._transfer = self._make_transfer()
         self._hicache = self._make_hicache(host_pages) if host_pages else None
         self._loop = self._make_loop()

@@ -5,6 +5,7 @@ Each stands for an event of the world outside; the product's own code answers it
 
 from __future__ import annotations
 
+import queue
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -13,8 +14,8 @@ from typing import Any
 
 import msgspec
 
-from dsv4ctl.controlplane.link.wire import OpenRoom
-from dsv4ctl.controlplane.rooms.states import RoomKey
+from dsv4ctl.controlplane.link.wire import AbortAck, OpenRoom, RoomReport, ToControlPlane
+from dsv4ctl.controlplane.rooms.states import ABORTS, RoomKey
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob
 from dsv4ctl.engine_adapters.reference.nixl import Memory, Nixl, Span, Transport, Write
@@ -23,6 +24,8 @@ from dsv4ctl.engine_adapters.reference.requests import Output, Token
 
 #: Tokens of a struck request's answer before the rank aborts it, or believes that its link is lost.
 _TOKENS = 2
+#: Seconds by which the control plane hears late of an abort on the struck rank: the others get on without it.
+_UNHEARD = 0.5
 #: A fast clock runs ahead of the others by this factor.
 _AHEAD = 1e6
 #: One backup in so many begins late, and so many at most at a time wait to: until a load wants what they are to copy.
@@ -75,6 +78,27 @@ class Staged:
                 strike()
 
         return count
+
+    def send(self, send: Callable[[ToControlPlane], None]) -> Callable[[ToControlPlane], None]:
+        """How this rank tells the control plane: of aborts late, in their order."""
+        if self._fault is not Fault.BY_REQUEST:
+            return send
+        late: queue.SimpleQueue[tuple[float, ToControlPlane]] = queue.SimpleQueue()
+
+        def deliver() -> None:
+            while True:
+                due, frame = late.get()
+                time.sleep(max(0.0, due - time.monotonic()))
+                send(frame)
+
+        def tell(frame: ToControlPlane) -> None:
+            if isinstance(frame, AbortAck) or (isinstance(frame, RoomReport) and frame.state in ABORTS):
+                late.put((time.monotonic() + _UNHEARD, frame))
+            else:
+                send(frame)
+
+        threading.Thread(target=deliver, name="late-words", daemon=True).start()
+        return tell
 
     def hicache(self, *args: Any, **options: Any) -> HiCache:
         """The HiCache that this rank has."""
