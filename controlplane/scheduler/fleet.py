@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -13,8 +14,8 @@ from dsv4ctl.controlplane.config.schema import EngineConfig
 from dsv4ctl.controlplane.link.server import Link
 from dsv4ctl.controlplane.link.wire import Geometry, Progress, Role
 
-#: Progress reports kept of a rank: more than the wedge deadline's worth.
-HISTORY = 256
+#: Seconds between two progress reports of a rank.
+PROGRESS_INTERVAL = 0.25
 
 
 class EngineState(Enum):
@@ -34,6 +35,11 @@ class Sample(NamedTuple):
     progress: Progress
 
 
+def history(wedge: float) -> deque[Sample]:
+    """For the reports of twice `wedge` seconds: whoever says that nothing was done all that time has seen all of it."""
+    return deque(maxlen=math.ceil(2 * wedge / PROGRESS_INTERVAL) + 2)
+
+
 @dataclass
 class Rank:
     """One incarnation of one rank."""
@@ -45,7 +51,7 @@ class Rank:
     link: Link | None = None
     started_at: float = 0.0
     aborts: AbortLog = field(default_factory=AbortLog)
-    history: deque[Sample] = field(default_factory=lambda: deque(maxlen=HISTORY))
+    history: deque[Sample] = field(default_factory=deque)
 
     @property
     def progress(self) -> Progress | None:

@@ -11,7 +11,7 @@ from anyio.abc import TaskGroup
 
 from dsv4ctl.controlplane.config.schema import Config
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
-from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Rank
+from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Rank, history
 from dsv4ctl.controlplane.supervisor.changes import Changes
 from dsv4ctl.controlplane.supervisor.lines import fields_of, rank_of
 from dsv4ctl.controlplane.supervisor.survival import Kept
@@ -193,7 +193,10 @@ class EngineRunner:
         engine = self.engine
         fresh = [f"{self._random_bits(128):032x}" for _ in range(engine.config.ranks)]
         adopts, engine.survivors = engine.survivors, []
-        ranks = [Rank(engine.name, number, incarnation) for number, incarnation in enumerate(adopts or fresh)]
+        ranks = [
+            Rank(engine.name, number, incarnation, history=history(self._deadlines.wedge))
+            for number, incarnation in enumerate(adopts or fresh)
+        ]
         engine.ranks = {rank.incarnation: rank for rank in ranks}
         self._enter(EngineState.STARTING)
         started: list[Started] = []

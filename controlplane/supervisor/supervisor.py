@@ -15,7 +15,7 @@ from dsv4ctl.controlplane.link.handshake import Expected
 from dsv4ctl.controlplane.link.server import Link, LinkLostError, LinkServer, Listen, QueryError, listen
 from dsv4ctl.controlplane.link.wire import Hello, Progress, SetGuards, ToControlPlane
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
-from dsv4ctl.controlplane.scheduler.fleet import Engine, EngineState, Fleet, Rank
+from dsv4ctl.controlplane.scheduler.fleet import PROGRESS_INTERVAL, Engine, EngineState, Fleet, Rank
 from dsv4ctl.controlplane.scheduler.live import LiveRoom
 from dsv4ctl.controlplane.supervisor.changes import Changes
 from dsv4ctl.controlplane.supervisor.evidence import Evidence, Kind
@@ -28,8 +28,6 @@ from dsv4ctl.controlplane.watchdog.judge import dead_loop
 from dsv4ctl.controlplane.watchdog.watch import Watched, watch
 from dsv4ctl.policies import registry
 
-#: Seconds between two progress reports of a rank.
-PROGRESS_INTERVAL = 0.25
 #: Seconds for a query that only looks.
 QUERY_DEADLINE = 2.0
 #: What is asked of a wedged rank before it is killed, and seconds for all of it.

@@ -264,30 +264,25 @@ async def test_an_engine_that_cannot_live_is_given_up_with_its_last_words(
     assert "no such device" in gave_up["cause"]
 
 
-async def test_an_engine_that_is_wedged_in_every_life_is_given_up(
+async def test_an_engine_that_is_condemned_in_every_life_is_given_up(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """With back-off between its lives; whatever it was found with stays the cause until the end."""
+    """With back-off between its lives; what it was condemned for stays the cause until the end."""
     monkeypatch.setitem(restart.POLICIES, "twice", lambda: restart.Backoff(initial=0.01, tries=2))
-    config = pair_config(
-        tmp_path, policies=PoliciesConfig(restart="twice"), deadlines=DeadlinesConfig(wedge=0.5, ack=1.0)
-    )
+    config = pair_config(tmp_path, policies=PoliciesConfig(restart="twice"), limits=LimitsConfig(quarantine_max=4))
     async with stage(config) as running:
-        answers: list[tuple[int, str]] = []
         for life in range(3):
             await until(lambda life=life: len(running.telemetry.of(Event.ENGINE_READY)) == 2 + life)
-            status, _, answer = await post(running, "/generate", ask(decode={"wedge": True}))
-            answers.append((status, answer["error"]["message"]))
+            running.ranks["decode0"].quarantined = 5
         await until(lambda: bool(running.telemetry.of(Event.ENGINE_GAVE_UP)))
-        assert [status for status, _ in answers] == [502] * 3
-        assert all("rank 0: 1 runnable and nothing done for" in message for _, message in answers)
+        assert len(running.telemetry.of(Event.ENGINE_QUARANTINE_FULL)) == 3
         delays = [event["delay_s"] for event in running.telemetry.of(Event.ENGINE_RESTARTING)]
         assert delays == [0.01, 0.02]
         assert "ended 3 times" in running.telemetry.of(Event.ENGINE_GAVE_UP)[0]["cause"]
         status, _, answer = await post(running, "/generate", ask())
         assert status == 503
         assert "decode0 is failed (ended 3 times" in answer["error"]["message"]
-        assert "nothing done for" in answer["error"]["message"]
+        assert "5 quarantined pages, limit 4" in answer["error"]["message"]
 
 
 def _never(plane: Plane) -> None:

@@ -8,6 +8,7 @@ import anyio
 import pytest
 
 from dsv4ctl.controlplane.link.wire import LedgerCounts, LoopStatus, Progress
+from dsv4ctl.controlplane.scheduler.fleet import PROGRESS_INTERVAL, Sample, history
 from dsv4ctl.controlplane.watchdog.judge import State, judge, judge_engine
 from dsv4ctl.controlplane.watchdog.watch import Watched, watch
 
@@ -45,6 +46,14 @@ def test_work_that_does_not_move_is_wedged_with_its_figures() -> None:
 
 def test_a_moment_before_the_deadline_it_is_only_busy() -> None:
     assert judge(_history(*[_report(41, 3)] * 8), 7.9, WEDGE).state is State.BUSY
+
+
+@pytest.mark.parametrize("wedge", [0.5, WEDGE, 600.0])
+def test_as_many_reports_are_kept_as_the_deadline_needs(wedge: float) -> None:
+    kept = history(wedge)
+    for number in range(int(4 * wedge / PROGRESS_INTERVAL)):
+        kept.append(Sample(number * PROGRESS_INTERVAL, _report(41, 3)))
+    assert judge(kept, kept[-1].at, wedge).state is State.WEDGED
 
 
 def test_arrivals_and_clients_that_give_up_are_no_progress() -> None:
