@@ -22,7 +22,7 @@ import aiohttp
 import anyio
 
 from sglang_bench import aborts, cost, early_send, equality, faults, plan, ranks
-from sglang_bench.ask import Client, Pair, Reply
+from sglang_bench.ask import Client, Oracle, Pair, Reply
 from sglang_bench.early_send import Arm, Copies
 from sglang_bench.machine import Deployment, Machine, Server, Shape
 from sglang_bench.results import Results
@@ -138,7 +138,7 @@ async def outputs(bench: Bench) -> None:
     on = bench.deployment("on", 20290, *plan.pair("on", 20200, fake=bench.fake))
     off = plan.pair("off", 20210, fake=bench.fake)
     await bench.ready(oracle, on, *[bench.server(shape) for shape in off])
-    right, asked, plain = Client(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
+    right, asked, plain = Oracle(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
     results = bench.results
     bench.say(str([(round(reply.seconds, 1), reply.error) for reply in await jit(right, asked, plain)]))
 
@@ -220,7 +220,7 @@ async def early(bench: Bench) -> None:
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(killed)
         if await bench.ready(bf16_oracle, bf16):
-            await _bf16(bench, Client(bench.http, bf16_oracle.url), Client(bench.http, bf16.url), copies)
+            await _bf16(bench, Oracle(bench.http, bf16_oracle.url), Client(bench.http, bf16.url), copies)
     await bench.step("trace.bf16", 25.0, lambda: _looked_into(bench, bf16))
 
 
@@ -269,7 +269,7 @@ async def several(bench: Bench, count: int) -> None:
     on = bench.deployment("tp-on", 21290, *shapes["on"])
     bf16 = bench.deployment("tp-bf16", 21390, *shapes["bf16"])
     await bench.ready(oracle, on, bf16, *[bench.server(shape) for shape in shapes["off"]])
-    right, plain = Client(bench.http, oracle.shape.url), stock_pair(bench, *shapes["off"])
+    right, plain = Oracle(bench.http, oracle.shape.url), stock_pair(bench, *shapes["off"])
     asked = {"on": Client(bench.http, on.url), "bf16": Client(bench.http, bf16.url), "off": plain}
     bench.say(str([(round(reply.seconds, 1), reply.error) for reply in await jit(right, *asked.values())]))
     idle = {
@@ -306,7 +306,7 @@ async def several(bench: Bench, count: int) -> None:
 
 @asynccontextmanager
 async def running(bench: Bench) -> AsyncIterator[None]:
-    connector = aiohttp.TCPConnector(limit=0)
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=2.0)  # SGLang's server closes after 5
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=10)
     try:
         async with aiohttp.ClientSession(connector=connector, timeout=timeout, read_bufsize=2**22) as bench.http:

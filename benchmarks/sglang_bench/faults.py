@@ -32,20 +32,20 @@ MALFORMED: tuple[tuple[bytes, ...], ...] = (
 async def malformed(
     http: aiohttp.ClientSession, asked: Client, oracle: Client, bootstrap_port: int, results: Results, key: str
 ) -> None:
-    """Every frame of `MALFORMED`, and then requests."""
-    ids = prompt("after frames", 900)
-    right = await oracle.ask(ids, 16)
+    """Every frame of `MALFORMED`, and then requests: cold ones, since a cached prefix gives other bits."""
+    questions = [prompt(f"after frames {at}", 900) for at in range(2)]
+    right = [await oracle.ask(ids, 16) for ids in questions]
     query = "prefill_dp_rank=0&prefill_cp_rank=0&target_tp_rank=0&target_pp_rank=0"
     async with http.get(f"http://127.0.0.1:{bootstrap_port}/route?{query}") as answer:
         where = json.loads(await answer.read())
     await anyio.to_thread.run_sync(_send, where["rank_ip"], int(where["rank_port"]))
     await anyio.sleep(1.0)
-    replies = [await asked.ask(ids, 16, deadline=12.0) for _ in range(2)]
+    replies = [await asked.ask(ids, 16, deadline=12.0) for ids in questions]
     results.put(
         key,
         frames=len(MALFORMED),
         errors=[reply.error for reply in replies if reply.error],
-        right=sum(distance(reply, right).equal for reply in replies),
+        right=sum(distance(reply, one).equal for reply, one in zip(replies, right, strict=True)),
         of=len(replies),
     )
 

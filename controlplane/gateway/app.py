@@ -20,6 +20,9 @@ from dsv4ctl.controlplane.telemetry.log import Telemetry
 
 #: Seconds to connect to an engine, which is on this host. No total time-out: the room's deadlines end everything.
 CONNECT_TIMEOUT = 2.0
+#: Seconds that an idle connection to an engine may be used again: SGLang's server closes its own after 5, and a request
+#: that is being written then is lost.
+KEEPALIVE = 2.0
 #: Seconds that answers under way have to reach their clients once the gateway stops.
 STOP_GRACE = 1.0
 
@@ -29,7 +32,8 @@ async def serve_gateway(
     config: GatewayConfig, fleet: Fleet, desk: RoomDesk, backend: Backend, telemetry: Telemetry
 ) -> AsyncIterator[str]:
     """The gateway's URL; it serves until the block is left. Raises OSError if the port cannot be had."""
-    connector = aiohttp.TCPConnector(limit=0)  # admission bounds the rooms, and rooms the connections
+    # Admission bounds the rooms, and rooms the connections.
+    connector = aiohttp.TCPConnector(limit=0, keepalive_timeout=KEEPALIVE)
     timeout = aiohttp.ClientTimeout(total=None, sock_connect=CONNECT_TIMEOUT)
     async with aiohttp.ClientSession(connector=connector, timeout=timeout) as client:
         looking = Looking(config, fleet, desk, backend, client, telemetry)

@@ -2,7 +2,7 @@
 
 A copy reads pages of one side and fills pages of the other: a load host -> device, a backup device -> host. The
 ledger is told in host time; the device's own order is made by streams that wait for `events` (the hooks do that).
-No call waits for the device but `lease_all`, for page numbers that are on their way to the host.
+No call waits for the device but `lease_loads`, for page numbers that are on their way to the host.
 """
 
 from __future__ import annotations
@@ -78,6 +78,11 @@ class Copy:
     def known(self) -> bool:
         return all(pages.ready() for pages in (*self.device.values(), *self.host.values()))
 
+    def know(self) -> None:
+        """Waits for the page numbers."""
+        for pages in (*self.device.values(), *self.host.values()):
+            pages.get()
+
 
 class Copies:
     """`pending` may be read by any thread without the lock: what it misses was promised after it was read."""
@@ -124,15 +129,22 @@ class Copies:
             wrong += int(self._checks.pop(0).get()[0])
         return wrong
 
-    def lease_all(self) -> None:
-        """Every promised copy is in the ledger when this returns: a ticket requested now joins each of them."""
-        if self.pending:
+    def lease_loads(self) -> None:
+        """Every promised load is in the ledger when this returns: a ticket requested now joins each of them.
+
+        Backups fill no device page: nobody waits for them here. The device is waited for without the lock, which the
+        scheduler needs.
+        """
+        pending = self.pending
+        if any(copy.kind is LoadKind.HICACHE and not copy.leased for copy in pending):
+            for copy in pending:
+                copy.know()
             self._advance(wait=True)
 
     @property
     def untracked(self) -> bool:
-        """A copy is pending that the ledger refused: which pages it fills, nobody knows."""
-        return any(copy.leased and copy.load is None for copy in self.pending)
+        """A load is pending that the ledger refused: which pages it fills, nobody knows."""
+        return any(copy.kind is LoadKind.HICACHE and copy.leased and copy.load is None for copy in self.pending)
 
     def _advance(self, *, wait: bool) -> None:
         with self._lock:

@@ -13,7 +13,7 @@ import openai
 import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, GatewayConfig, LimitsConfig
-from dsv4ctl.controlplane.gateway import exchange
+from dsv4ctl.controlplane.gateway import app, exchange
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import CONTEXT_TOKENS, FakeRank
 from running import Stage, ask, events_of, pair_config, post, stage, streaming, until
@@ -40,6 +40,19 @@ async def test_the_openai_client_gets_whole_answers(tmp_path: Path) -> None:
         assert text.choices[0].text == "0 1 2 "
         assert [model.id async for model in client.models.list()] == [MODEL]
         await until(lambda: len(running.telemetry.of(Event.ROOM_CLOSED)) == 2)
+
+
+async def test_an_idle_connection_is_not_used_again_when_the_engine_may_have_closed_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert app.KEEPALIVE < 5.0, "SGLang's server keeps an idle connection that long"
+    monkeypatch.setattr(app, "KEEPALIVE", 0.05)
+    async with stage(pair_config(tmp_path)) as running:
+        for _ in range(2):
+            assert (await post(running, "/generate", ask()))[0] == 200
+            await anyio.sleep(2 * app.KEEPALIVE)
+        for rank in running.ranks.values():
+            assert len(set(rank.ports)) == 2
 
 
 async def test_the_openai_client_gets_streams(tmp_path: Path) -> None:

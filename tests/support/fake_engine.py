@@ -96,6 +96,7 @@ class FakeRank:
     guards_off: tuple[str, ...] = ()
     refused: str | None = None
     url: str = ""
+    ports: list[int] = field(default_factory=list)  #: of the other end of each leg's connection
 
     async def run(self) -> None:
         """Serves until the link ends. Raises RuntimeError if the control plane refused the rank."""
@@ -220,6 +221,8 @@ class FakeRank:
         key = self.rooms[body["bootstrap_room"]]
         assert request.headers["x-dsv4ctl-generation"] == str(key.generation)
         self.log.append(("leg", request.headers["x-request-id"]))
+        assert request.transport is not None
+        self.ports.append(request.transport.get_extra_info("peername")[1])
         does = body.get("fake", {}).get(self.role.value, {})
         if key.generation > 1:
             does = does.get("later", {})

@@ -35,9 +35,11 @@ from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
+from dsv4ctl.controlplane.tickets.types import LoadKind  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, rooms_prefill, sender  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.loads import Copy  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
 from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chunk, tokens  # noqa: E402
@@ -127,6 +129,24 @@ def sender_does_not_wait_for_other_pages(_: bool) -> None:
     made.open()
     assert sender.Chunks(Queue(chunk(7, 6)), Manager(), made.rank).get() is not None
     assert not made.rank.counters["early_sends_held"]
+
+
+class _Unknown:
+    """Page numbers that the device has not told yet."""
+
+    def ready(self) -> bool:
+        return False
+
+    def get(self) -> tuple[int, ...]:
+        raise AssertionError("the sender waits for page numbers that are none of its business")
+
+
+@alone
+def sender_does_not_wait_for_backups(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    made.rank.copies.promised([Copy(LoadKind.BACKUP, {"full": _Unknown()}, {"full": _Unknown()})])
+    made.open()
+    assert sender.Chunks(Queue(chunk(7, 6)), Manager(), made.rank).get() is not None
 
 
 @alone

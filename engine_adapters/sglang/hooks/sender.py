@@ -115,7 +115,7 @@ class Chunks:
     def _granted(self, room: Room, chunk: Any) -> Ticket | None:
         """A ticket of the chunk's pages, once they may be read; None if that does not happen."""
         copies, gate = self._here.copies, self._here.gate
-        copies.lease_all()
+        copies.lease_loads()
         try:
             ticket = gate.request(
                 Consumer.SENDER, [gate.extent("full", map(int, chunk.prefill_kv_indices))], room=room.key
