@@ -79,7 +79,7 @@ def test_a_bad_verdict_lets_no_token_out(pair: Pair, verdicts: Verdicts) -> None
 
 def test_after_the_verdict_tokens_leave_as_they_come(pair: Pair, verdicts: Verdicts) -> None:
     verdicts.may.set()
-    sequence, outputs = pair.ask(prompt(300), 200)
+    sequence, outputs = pair.ask(prompt(300), 40)
     outputs.get(timeout=60)
     assert sequence.held is None
     assert answer(outputs)[1].reason == "length"
