@@ -748,6 +748,25 @@ def page_numbers_live_until_the_stream_of_the_load_has_read_them(_: bool) -> Non
     assert [read.tolist() for read in check._read] == [list(pages)]
 
 
+@alone
+def pages_of_a_forward_begin_at_page_boundaries(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    # One request goes on inside page 3 and into page 4, the next begins page 9 and ends inside it.
+    locations = torch.cat([tokens(3)[40:], tokens(4)[:10], tokens(9)[:20]])
+    assert made.rank.digests is not None
+    made.rank.digests.seal(locations, [40, 0], [PAGE - 40 + 10, 20])
+    written = [page for page in range(16) if made.rank.digests.sealed[0, page]]
+    assert written == [3, 4, 9], written
+
+
+@alone
+def ranks_exchange_with_those_of_equal_parts(_: bool) -> None:
+    assert [rank.own_peers(r, 2, ("a", "b")) for r in range(2)] == [("a",), ("b",)]
+    assert [rank.own_peers(r, 2, ("a", "b", "c", "d")) for r in range(2)] == [("a", "b"), ("c", "d")]
+    assert [rank.own_peers(r, 4, ("a", "b")) for r in range(4)] == [("a",), ("a",), ("b",), ("b",)]
+    assert rank.own_peers(0, 1, ()) == ()
+
+
 # ---- in place ------------------------------------------------------------------------------------------------
 
 
