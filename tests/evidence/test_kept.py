@@ -47,7 +47,7 @@ async def test_of_a_mismatch_every_rank_of_the_room_is_asked(tmp_path: Path) -> 
 
 
 async def test_of_a_wedge_and_of_a_fence_too(tmp_path: Path) -> None:
-    deadlines = DeadlinesConfig(wedge=0.5, ack=0.2, fence=2.0)
+    deadlines = DeadlinesConfig(wedge=2.0, ack=0.2, fence=2.0)
     async with stage(config(tmp_path, tmp_path / "evidence", deadlines=deadlines)) as running:
         await post(running, "/generate", ask(decode={"wedge": True}))
         (one,) = (one for one in await kept(running, 1) if one["kind"] == "wedge")
