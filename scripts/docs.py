@@ -29,9 +29,13 @@ def table(head: tuple[str, ...], rows: Iterable[tuple[object, ...]]) -> str:
 
 
 def defaults() -> str:
-    values = {d.key: f"{d.value:,}" if isinstance(d.value, int) else d.value for d in DEFAULTS.values()}
-    rows = ((f"`{d.key}`", values[d.key], d.unit, d.reason) for d in DEFAULTS.values())
+    rows = ((f"`{d.key}`", grouped(d.value, d.unit), d.unit, d.reason) for d in DEFAULTS.values())
     return table(("key", "default", "unit", "why"), rows)
+
+
+def grouped(value: float | str, unit: str) -> str:
+    """Thousands apart, except of a port."""
+    return f"{value:,}" if isinstance(value, int) and unit != "port" else str(value)
 
 
 def events() -> str:

@@ -67,7 +67,7 @@ _EARLY_PREFILL, _EARLY_DECODE, _EARLY_HOST = 256 * 2560, 256 * 5400, 2.2
 
 def machine(out: Path, *, fake: bool) -> Machine:
     """The one that this runs on; `fake`: servers that compute nothing, for a dry run."""
-    models = Path(os.environ.get("BENCH_MODELS", "/tmp/sgl"))
+    models = Path(os.environ.get("BENCH_MODELS", "models"))
     env = dict(ENV)
     if "NIXL_PLUGIN_DIR" in os.environ:
         env["NIXL_PLUGIN_DIR"] = os.environ["NIXL_PLUGIN_DIR"]

@@ -13,7 +13,7 @@ import anyio
 from dsv4ctl.controlplane.incident.deployment import RequestFailedError, Running, until
 from dsv4ctl.controlplane.incident.evaluate import Stormed
 from dsv4ctl.controlplane.incident.rows import How
-from dsv4ctl.controlplane.rooms.states import RoomState
+from dsv4ctl.controlplane.rooms.states import LIVE, RoomState
 
 #: Requests of a storm, tokens of a prompt, and of an answer: none is complete before it is aborted.
 ROOMS, PROMPT_TOKENS, ANSWER_TOKENS = 80, 300, 1500
@@ -21,17 +21,7 @@ ROOMS, PROMPT_TOKENS, ANSWER_TOKENS = 80, 300, 1500
 _SHORT_ANSWER = 4
 #: Seconds: until most rooms are under way; for what is left to go; between two aborts.
 _BEGUN, _GONE, _STAGGER = 60.0, 45.0, 0.01
-_MOVING = {
-    state.value
-    for state in (
-        RoomState.BOOTSTRAPPING,
-        RoomState.LOADING,
-        RoomState.SENDING,
-        RoomState.LANDED,
-        RoomState.VERIFIED,
-        RoomState.DECODING,
-    )
-}
+_MOVING = {state.value for state in LIVE - {RoomState.ALLOCATED}}
 
 
 class _Storm:

@@ -13,33 +13,29 @@ SECTIONS = {
     "deadlines": schema.DeadlinesConfig,
     "limits": schema.LimitsConfig,
     "policies": schema.PoliciesConfig,
+    "evidence": schema.EvidenceConfig,
+    "engines": schema.EngineConfig,
+    "hicache": schema.HiCacheConfig,
+    "reference": schema.ReferenceConfig,
+    "sglang": schema.SglangConfig,
+    "gateway": schema.GatewayConfig,
+    "log": schema.LogConfig,
 }
 
 
 def configured() -> dict[str, object]:
+    """Numbers and names; switches, and what is absent or empty, say themselves what they are."""
     return {
         f"{section}.{field.encode_name}": field.default
         for section, struct in SECTIONS.items()
         for field in msgspec.structs.fields(struct)
+        if type(field.default) in (int, float, str) and field.default != ""
     }
 
 
 def test_the_table_and_the_configuration_agree() -> None:
     table = {key: row.value for key, row in DEFAULTS.items() if key.split(".")[0] in SECTIONS}
     assert table == configured()
-
-
-@pytest.mark.parametrize(
-    ("key", "struct"),
-    [
-        ("hicache.load_threshold_pages", schema.HiCacheConfig),
-        ("gateway.max_body_bytes", schema.GatewayConfig),
-        ("log.queue", schema.LogConfig),
-    ],
-)
-def test_single_values_agree(key: str, struct: type) -> None:
-    fields = {field.encode_name: field.default for field in msgspec.structs.fields(struct)}
-    assert fields[key.split(".")[1]] == DEFAULTS[key].value
 
 
 def test_every_row_says_unit_and_reason() -> None:
