@@ -144,7 +144,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     """Sent every `progress_interval`, and at once when `work` becomes 0 or a loop dies."""
 
     steps: int  #: forward steps since start
-    work: int  #: what the rank could go on with by itself: requests waiting or running, not those that wait for a peer
+    work: int  #: what the rank could go on with by itself, 0 while it is paused: not requests that wait for a peer
     queues: dict[str, int]
     ledger: LedgerCounts
     loops: dict[str, LoopStatus]
