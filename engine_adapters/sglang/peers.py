@@ -19,7 +19,6 @@ import zmq
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey
 
 MARK = b"dsv4ctl"
-_SEND_MILLISECONDS = 5_000
 
 
 class Trailer(msgspec.Struct, frozen=True):
@@ -78,7 +77,10 @@ def with_trailer(parts: list[bytes], trailer: Trailer) -> list[bytes]:
 
 
 class Outbox:
-    """Sends frames from a thread of its own: hooks of the agent must not block. A lost frame is counted."""
+    """Sends frames from a thread of its own: hooks of the agent must not block. A lost frame is counted.
+
+    Nor does the thread wait for a peer that takes no more: behind its frames wait those of all others.
+    """
 
     def __init__(self, counters: Counter[str]) -> None:
         self._queue: queue.SimpleQueue[Callable[[], None]] = queue.SimpleQueue()
@@ -100,7 +102,7 @@ class Outbox:
 
     def _send(self, endpoint: str, parts: list[bytes]) -> None:
         try:
-            self._socket(endpoint).send_multipart(parts)
+            self._socket(endpoint).send_multipart(parts, zmq.NOBLOCK)
         except zmq.ZMQError:
             self._counters["unsent_frames"] += 1
 
@@ -109,7 +111,6 @@ class Outbox:
         if found is None:
             found = self._sockets[endpoint] = self._context.socket(zmq.PUSH)
             found.setsockopt(zmq.LINGER, 0)
-            found.setsockopt(zmq.SNDTIMEO, _SEND_MILLISECONDS)
             if "[" in endpoint:
                 found.setsockopt(zmq.IPV6, 1)
             found.connect(endpoint)

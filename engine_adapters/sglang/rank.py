@@ -236,16 +236,18 @@ class Rank:
             "tickets": self.gate.totals()["tickets"],
             "held_pages": self.rooms.held_pages(),
             **self.counters,
-            **{f"violation: {edge}": count for edge, count in self.gate.violations.items()},
+            **{f"violation: {edge}": count for edge, count in dict(self.gate.violations).items()},
         }
 
     def died(self, name: str, why: str) -> None:
         last = why.strip().splitlines()[-1]
         fault = f"the {name} thread died: {last}"
-        self._loops[name] = LoopStatus(self._loops[name].runs, fault)
+        self._loops[name] = LoopStatus(self._loops.get(name, LoopStatus(0)).runs, fault)
         print(f"dsv4ctl: {fault}\n{why}", file=sys.stderr, flush=True)
-        self.report()
-        self.end(fault)
+        try:
+            self.report()
+        finally:
+            self.end(fault)
 
     def end(self, why: str) -> None:
         """Stops serving: the way in which SGLang itself ends when a scheduler fails."""

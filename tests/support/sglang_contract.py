@@ -131,6 +131,35 @@ def sender_does_not_wait_for_other_pages(_: bool) -> None:
     assert not made.rank.counters["early_sends_held"]
 
 
+@alone
+def chunk_of_an_older_generation_is_not_posted(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    queue = Queue()
+    chunks = sender.Chunks(queue, Manager(), made.rank)
+    key = made.open()
+    queue.put(chunk(7, 3))
+    made.abort(key)
+    again = RoomKey(7, 2)
+    made.rank.agent.handle(OpenRoom(again, "request", None, "other", (PEER,), {"ack": 10.0}, "off"))
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+        raise AssertionError("the chunk of the room that was aborted is posted in the next one")
+    assert made.states(again) == [RoomState.ALLOCATED]
+    queue.put(chunk(7, 4))
+    assert chunks.get() is not None
+
+
+@alone
+def dying_transfer_worker_is_reported(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    ends: list[str] = []
+    made.rank.end, made.rank.report = ends.append, lambda: 1 / 0
+    with contextlib.suppress(Queue.Empty, ZeroDivisionError):
+        sender.transfer_worker(lambda _, chunks: chunks.get(), Manager(), Queue())
+    assert len(ends) == 1
+    assert "transfer" in ends[0]
+
+
 class _Unknown:
     """Page numbers that the device has not told yet."""
 
@@ -397,6 +426,21 @@ def failed_room_keeps_its_source_pages_while_a_write_is_in_flight(hooked: bool) 
     with contextlib.suppress(Queue.Empty):
         chunks.get()
     assert poll([poller], None, None) == [KVPoll.Failed]
+
+
+@alone
+def guard_of_one_rank_keeps_no_rank_out_of_a_reduction(_: bool) -> None:
+    made = world(Role.PREFILL, True, "quiesce")
+    made.open()
+    entered: list[list[bool]] = []
+    stock = rooms_prefill.any_rank
+    rooms_prefill.any_rank = lambda flags, *groups: entered.append(flags) or flags
+    poller = SimpleNamespace(bootstrap_room=7, poll=lambda: KVPoll.Failed)
+    try:
+        polls = utils.poll_and_all_reduce_attn_cp_tp_group([poller], None, None)
+    finally:
+        rooms_prefill.any_rank = stock
+    assert (entered, polls) == ([[False]], [KVPoll.Failed])
 
 
 @check
@@ -734,6 +778,22 @@ def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
     _check_again(made, 1, 2)
     assert made.rank.counters["load_mismatches"] == 1
     assert RoomState.ABORTING in made.states(key)
+
+
+@alone
+def digests_are_noted_behind_the_forward(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.compute(10, 11)
+    streams: list[Any] = []
+    digests = made.rank.digests
+    for name in ("backed_up", "loaded"):
+        noted = getattr(digests, name)
+        setattr(digests, name, lambda *pages, noted=noted: (streams.append(made.device.current), noted(*pages)))
+    for host, device in enumerate((10, 11)):
+        made.back_up(device, host)
+    made.load_back()
+    made.controller.start_loading()
+    assert streams == [made.scheduler.forward_stream] * 3
 
 
 @alone

@@ -294,7 +294,9 @@ class Manager:
 
 
 def chunk(room: int, *page_numbers: int, last: bool = False) -> Any:
-    return SimpleNamespace(room=room, prefill_kv_indices=np.array(page_numbers, dtype=np.int32), is_last_chunk=last)
+    """A chunk of the room's first generation."""
+    pages = np.array(page_numbers, dtype=np.int32)
+    return SimpleNamespace(room=room, prefill_kv_indices=pages, is_last_chunk=last, dsv4ctl_key=RoomKey(room, 1))
 
 
 class Queue:
@@ -310,3 +312,6 @@ class Queue:
         if not self.chunks:
             raise Queue.Empty
         return self.chunks.popleft()
+
+    def put(self, chunk: Any) -> None:
+        self.chunks.append(chunk)

@@ -23,13 +23,15 @@ def requests(stock: Any, receiver: Any, received: list[Any] | None, *args: Any) 
     if received is not None:
         for number, request in _rooms_of(received):
             here.rooms.requested(number, str(request.rid))
+            room = here.rooms.find(number)
+            if room is not None and room.opening.fresh:
+                # A name space of its own: no cached prefix is found in it. One rank says so for all: on another the
+                # room may have ended by now, and ranks that find different prefixes compute different shapes.
+                request.extra_key = f"dsv4ctl-{room.key}"
         received = [*received, *(AbortReq(rid=request) for request in here.rooms.take_aborts())]
     agreed: list[Any] = stock(receiver, received, *args)
-    for number, request in _rooms_of(agreed):
-        room = here.rooms.find(number)
-        if room is not None and room.opening.fresh:
-            request.extra_key = f"dsv4ctl-{room.key}"  # a name space of its own: no cached prefix is found in it
-        if here.role is Role.SINGLE:
+    if here.role is Role.SINGLE:
+        for number, _ in _rooms_of(agreed):
             here.rooms.forward_begin(number)
     return agreed
 

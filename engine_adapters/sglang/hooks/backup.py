@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.hooks.loads import copy_of, stream_of
+from dsv4ctl.engine_adapters.sglang.hooks.loads import behind_forward, copy_of, stream_of
 
 
 def start_writing(stock: Any, controller: Any) -> Any:
@@ -15,15 +15,16 @@ def start_writing(stock: Any, controller: Any) -> Any:
         return stock(controller)
     here.copies.settle()
     copies = [copy_of(here, LoadKind.BACKUP, operation) for operation in controller.write_queue]
+    if here.digests is not None:
+        for operation in controller.write_queue:
+            host, device = (here.digests.pages(i) for i in (operation.host_indices, operation.device_indices))
+            with behind_forward(here, host, device):
+                here.digests.backed_up(device, host)
     if here.gate.guarded(Guard.BACKUP):
         stream = stream_of(controller, LoadKind.BACKUP)
         stream.wait_stream(here.scheduler.forward_stream)
         for event in here.copies.waits(LoadKind.HICACHE):
             stream.wait_event(event)
-    if here.digests is not None:
-        for operation in controller.write_queue:
-            host, device = (here.digests.pages(i) for i in (operation.host_indices, operation.device_indices))
-            here.digests.backed_up(device, host)
     here.copies.promised(copies)
     answer = stock(controller)
     here.copies.launched(copies, [controller.ack_write_queue[-1].finish_event])

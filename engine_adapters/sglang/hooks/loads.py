@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -39,6 +40,21 @@ def stream_of(controller: Any, kind: LoadKind) -> Any:
     return controller.write_stream if engine is None else engine.device_to_host_stream
 
 
+@contextmanager
+def behind_forward(here: rank.Rank, *read: torch.Tensor) -> Iterator[None]:
+    """Digests are noted on the forward's stream, which seals them: no other is behind the one that runs.
+
+    `read` are tensors of the current stream that are read there.
+    """
+    stream = here.scheduler.forward_stream
+    stream.wait_stream(cache_controller.device_module.current_stream())
+    for tensor in read:
+        if tensor.is_cuda:
+            tensor.record_stream(stream)
+    with cache_controller.device_module.stream(stream):
+        yield
+
+
 def load_back(stock: Any, tree: Any, *args: Any, **kwargs: Any) -> Any:
     here, controller = rank.here(), tree.cache_controller
     if here is None or controller is None:
@@ -61,13 +77,13 @@ def start_loading(stock: Any, controller: Any) -> Any:
         promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
         here.copies.promised(promised)
         copies += promised
+    pages = None if here.digests is None else _expected(here, here.digests, controller.load_queue)
     # A reclaimed page may still be written by the forward that runs.
     stream = stream_of(controller, LoadKind.HICACHE)
     stream.wait_stream(here.scheduler.forward_stream)
     if here.gate.guarded(Guard.LOAD):
         for event in here.copies.waits(LoadKind.BACKUP):
             stream.wait_event(event)
-    pages = None if here.digests is None else _expected(here.digests, controller.load_queue)
     producer = stock(controller)
     check = None
     if here.digests is not None and pages is not None:
@@ -77,13 +93,15 @@ def start_loading(stock: Any, controller: Any) -> Any:
     return producer
 
 
-def _expected(digests: PageDigests, operations: Sequence[Any]) -> torch.Tensor | None:
+def _expected(here: rank.Rank, digests: PageDigests, operations: Sequence[Any]) -> torch.Tensor | None:
     """The device pages of these loads, for each of which is noted what it will have to be; None of none."""
     pages = []
     for operation in operations:
         if len(operation.device_indices):
-            pages.append(digests.pages(operation.device_indices))
-            digests.loaded(digests.pages(operation.host_indices), pages[-1])
+            host, device = (digests.pages(i) for i in (operation.host_indices, operation.device_indices))
+            pages.append(device)
+            with behind_forward(here, host, device):
+                digests.loaded(host, device)
     return torch.cat(pages) if pages else None
 
 

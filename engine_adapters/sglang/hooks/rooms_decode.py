@@ -141,7 +141,7 @@ def _differences(digests: PageDigests, found: Any, told: Digests) -> list[tuple[
 def hold(stock: Any, transfer_queue: Any) -> list[int]:
     polls: list[int] = stock(transfer_queue)
     here = rank.here()
-    if here is None or KVPoll.Failed not in polls or not here.gate.guarded(Guard.QUIESCE):
+    if here is None or KVPoll.Failed not in polls:
         return polls
     holds = [
         status == KVPoll.Failed and _holds(here, decode_req.req)
@@ -156,7 +156,8 @@ def hold(stock: Any, transfer_queue: Any) -> list[int]:
 
 
 def _holds(here: rank.Rank, request: Any) -> bool:
-    if request.bootstrap_host == FAKE_BOOTSTRAP_HOST:
+    """Asks the guard after every rank has entered the reduction: it is turned off on one rank after the other."""
+    if request.bootstrap_host == FAKE_BOOTSTRAP_HOST or not here.gate.guarded(Guard.QUIESCE):
         return False
     here.rooms.fail(request.bootstrap_room, "the transfer failed")
     return here.rooms.held(request.bootstrap_room)
@@ -166,7 +167,7 @@ def defer(stock: Any, transfer_queue: Any, decode_req: Any) -> Any:
     """SGLang moved a failed room to its deferred releases, which a time-out would end."""
     answer = stock(transfer_queue, decode_req)
     here = rank.here()
-    if here is not None and here.gate.guarded(Guard.QUIESCE) and _holds(here, decode_req.req):
+    if here is not None and _holds(here, decode_req.req):
         request, began, _, slot, acks = transfer_queue._deferred_releases[-1]
         transfer_queue._deferred_releases[-1] = (request, began, math.inf, slot, acks)
     return answer

@@ -40,7 +40,7 @@ def poll(stock: Any, sender: Any) -> Any:
 def agree(stock: Any, pollers: Any, cp_group: Any, tp_group: Any) -> list[int]:
     polls: list[int] = stock(pollers, cp_group, tp_group)
     here = rank.here()
-    if here is None or KVPoll.Failed not in polls or not here.gate.guarded(Guard.QUIESCE):
+    if here is None or KVPoll.Failed not in polls:
         return polls
     holds = [
         status == KVPoll.Failed and _holds(here, getattr(poller, "bootstrap_room", None))
@@ -57,7 +57,6 @@ def chunked_abort(stock: Any, scheduler: Any) -> Any:
         here is not None
         and request is not None
         and scheduler.chunked_req is request
-        and here.gate.guarded(Guard.QUIESCE)
         and any_rank([_holds(here, request.bootstrap_room)], scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group)[
             0
         ]
@@ -85,8 +84,11 @@ def abort_request(stock: Any, scheduler: Any, order: Any) -> Any:
 
 
 def _holds(here: rank.Rank, room: int | None) -> bool:
-    """Aborts a room that failed here or elsewhere; whether a write of it may still be in flight."""
-    if room is None:
+    """Aborts a room that failed here or elsewhere; whether a write of it may still be in flight.
+
+    The guard is asked here and not before the reduction: it is turned off on one rank after the other.
+    """
+    if room is None or not here.gate.guarded(Guard.QUIESCE):
         return False
     here.rooms.fail(room, "the transfer failed")
     return here.rooms.held(room)

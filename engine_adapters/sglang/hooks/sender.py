@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+import traceback
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,7 +60,11 @@ def transfer_worker(stock: Any, manager: Any, queue: Any, *args: Any, **kwargs: 
     here = rank.here()
     if here is None:
         raise RuntimeError("a transfer worker runs before its scheduler was attached")
-    return stock(manager, Chunks(queue, manager, here), *args, **kwargs)
+    try:
+        return stock(manager, Chunks(queue, manager, here), *args, **kwargs)
+    except Exception:  # stock lives through what a chunk raises, not through what its queue does
+        here.died("transfer", traceback.format_exc())
+        raise
 
 
 @dataclass(eq=False)
@@ -77,12 +82,16 @@ class Chunks:
 
     def __init__(self, queue: Any, manager: Any, here: rank.Rank) -> None:
         self._queue = queue
+        self._put, queue.put = queue.put, self.put
         self._manager = manager
         self._here = here
         self._last: _Posted | None = None
 
     def put(self, chunk: Any) -> None:
-        self._queue.put(chunk)
+        """A chunk is of the generation that lives when SGLang queues it."""
+        room = self._here.rooms.find(chunk.room)
+        chunk.dsv4ctl_key = None if room is None else room.key
+        self._put(chunk)
 
     def get(self) -> Any:
         if self._last is not None:
@@ -94,8 +103,9 @@ class Chunks:
 
     def _begin(self, chunk: Any) -> _Posted | None:
         room = self._here.rooms.find(chunk.room)
+        if room is not None and room.key != chunk.dsv4ctl_key:
+            return None  # of a room that ended while the chunk was queued; its number lives again
         if room is None or room.dropped:
-            self._manager.record_failure(chunk.room, "the room is aborted, or was not opened here")
             self._manager.update_status(chunk.room, KVPoll.Failed)
             return None
         ticket = self._granted(room, chunk)
