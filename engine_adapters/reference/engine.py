@@ -34,11 +34,12 @@ from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, SpaceSpec
 from dsv4ctl.controlplane.trace.format import Rank, page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
+from dsv4ctl.engine_adapters.evidence import stacks
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
 from dsv4ctl.engine_adapters.reference.cache import PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
-from dsv4ctl.engine_adapters.reference.evidence import Witness, stacks
+from dsv4ctl.engine_adapters.reference.evidence import Witness
 from dsv4ctl.engine_adapters.reference.geometry import Geometry as ModelGeometry
 from dsv4ctl.engine_adapters.reference.geometry import pool_specs
 from dsv4ctl.engine_adapters.reference.hicache import HiCache, paced_gbps

@@ -1,10 +1,7 @@
-"""What a rank can say of something that went wrong: digests, tickets, its last events, stacks. Never a prompt."""
+"""The digests of something that went wrong, beside what any rank can say of it."""
 
 from __future__ import annotations
 
-import sys
-import threading
-import traceback
 from collections import deque
 from collections.abc import Mapping
 from typing import Any
@@ -13,15 +10,13 @@ import numpy as np
 
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.trace.ring import Ring
+from dsv4ctl.engine_adapters.evidence import tickets_and_events
 from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.geometry import PoolSpec
 from dsv4ctl.kernels.digest import Digests, fold
 
 #: Mismatches, and rooms whose sealed digests are remembered after their end.
 MISMATCHES, ROOMS = 16, 64
-#: Of the trace, the last events.
-EVENTS = 256
 
 
 class Witness:
@@ -48,8 +43,7 @@ class Witness:
                 for key, pages in self._sealed.copy()
                 if str(key) == room
             },
-            "tickets": [ticket for ticket in gate.live() if room in ("", ticket["room"])],
-            "trace": _last(gate.trace, room),
+            **tickets_and_events(room, gate),
         }
 
 
@@ -90,20 +84,5 @@ def load_mismatch(pool: str, layer: int, pages: list[int], sealed: Digests, foun
     }
 
 
-def stacks() -> dict[str, str]:
-    """Every thread's stack."""
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
-        for ident, frame in sys._current_frames().items()
-    }
-
-
 def _hex(values: Mapping[str, Digests]) -> dict[str, list[str]]:
     return {pool: [f"{int(value):016x}" for value in layers] for pool, layers in values.items()}
-
-
-def _last(trace: Ring, room: str) -> list[list[Any]]:
-    """The last events of the room (of all if empty): number, monotonic ns, kind, room, who, where, note."""
-    events = [event for event in trace.events() if room in ("", str(event.room))]
-    return [[e.seq, e.at_ns, e.kind, str(e.room), str(e.who), repr(e.where), str(e.note)] for e in events[-EVENTS:]]

@@ -26,6 +26,7 @@ from dsv4ctl.controlplane.trace.format import Rank as TraceRank
 from dsv4ctl.controlplane.trace.format import page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent
+from dsv4ctl.engine_adapters.evidence import stacks, tickets_and_events
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.geometry import Pools
@@ -273,11 +274,13 @@ class Rank:
     def query(self, what: str) -> Any:
         """Raises ValueError for what it can't answer."""
         if what == "stacks":
-            return _stacks()
-        word, _, begin = what.partition(" ")
-        if word == "trace" and (begin or "0").isdecimal():
-            return page(self.gate.trace, self._trace_rank(), int(begin or 0))
-        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks or trace [NUMBER] expected")
+            return stacks()
+        word, _, which = what.partition(" ")
+        if word == "trace" and (which or "0").isdecimal():
+            return page(self.gate.trace, self._trace_rank(), int(which or 0))
+        if word == "evidence":
+            return tickets_and_events(which, self.gate)
+        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, evidence [ROOM] or trace [NUMBER] expected")
 
     def _trace_rank(self) -> TraceRank:
         return TraceRank(
@@ -307,11 +310,3 @@ def own_peers(rank: int, ranks: int, peers: tuple[str, ...]) -> tuple[str, ...]:
         each = len(peers) // ranks
         return peers[rank * each : (rank + 1) * each]
     return peers[rank * len(peers) // ranks :][:1]
-
-
-def _stacks() -> dict[str, str]:
-    names = {thread.ident: thread.name for thread in threading.enumerate()}
-    return {
-        names.get(ident, str(ident)): "".join(traceback.format_stack(frame))
-        for ident, frame in sys._current_frames().items()
-    }

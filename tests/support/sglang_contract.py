@@ -277,6 +277,16 @@ def captured_prefill_waits_for_the_whole_load(hooked: bool) -> None:
 
 
 @alone
+def a_rank_tells_its_tickets_and_last_events(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    _loading(made)
+    told = made.rank.query("evidence")
+    assert {event[2] for event in told["trace"]} >= {"lease", "request"}, told
+    assert {ticket["consumer"] for ticket in told["tickets"]} == {"load"}, told
+    assert made.rank.query("evidence 7.1") == {"tickets": [], "trace": []}
+
+
+@alone
 def load_lands_layer_by_layer_and_ends(_: bool) -> None:
     made = world(Role.PREFILL, True)
     _loading(made)
