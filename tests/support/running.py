@@ -25,7 +25,7 @@ from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 from fake_engine import FakeRank
 
 #: Seconds for a thing that takes milliseconds, on a machine that does other things too.
-PATIENCE = 20.0
+PATIENCE = 60.0
 #: Exit code of a killed process.
 KILLED = -9
 
