@@ -33,6 +33,7 @@ class Room:
     dropped: bool = False  #: aborting: nothing new is begun for it
     forwards: int = 0  #: forwards counted with the agent
     destination: tuple[int, ...] = ()  #: pages that writers were told, in logical order
+    infos: dict[str, Any] = field(default_factory=dict)  #: on a prefill rank: SGLang's record of each destination
     first_page: int = 0  #: of the prompt: those before it are the decode rank's own
     exposed: bool = False
     verified: bool = False

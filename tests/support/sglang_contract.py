@@ -412,6 +412,17 @@ def poisoned_room_is_never_acknowledged_as_quiet(_: bool) -> None:
 
 
 @alone
+def destinations_of_an_older_generation_are_forgotten(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    manager = Manager()
+    manager.__dict__.update(resolve_kv_replica_factor=lambda infos: None, transfer_infos={7: {"gone": None}})
+    made.open()
+    info = SimpleNamespace(room=7, agent_name="here", required_dst_info_num=1, decode_prefix_len=None)
+    bootstrap._destination(manager, made.rank, info, Trailer(PEER, 1))
+    assert manager.transfer_infos == {7: {"here": info}}
+
+
+@alone
 def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     made = world(Role.PREFILL, True)
     sent = _acks(made)
@@ -430,9 +441,11 @@ def failed_room_keeps_its_source_pages_while_a_write_is_in_flight(hooked: bool) 
     manager = Manager()
     chunks = sender.Chunks(Queue(chunk(7, 3)), manager, made.rank)
     chunks.get()
-    poller = SimpleNamespace(bootstrap_room=7, poll=lambda: KVPoll.Failed)
+    poller = SimpleNamespace(bootstrap_room=7, poll=lambda: KVPoll.Failed, aux_index=0)
     poll = utils.poll_and_all_reduce_attn_cp_tp_group
     assert poll([poller], None, None) == [KVPoll.Transferring]
+    poller.aux_index = None
+    assert poll([poller], None, None) == [KVPoll.Bootstrapping], "stock ends with the state of a transfer not begun"
     with contextlib.suppress(Queue.Empty):
         chunks.get()
     assert poll([poller], None, None) == [KVPoll.Failed]
@@ -453,6 +466,32 @@ def guard_of_one_rank_keeps_no_rank_out_of_a_reduction(_: bool) -> None:
     assert (entered, polls) == ([[False]], [KVPoll.Failed])
 
 
+def _request(manager: Manager) -> Any:
+    """A request of room 7 at a prefill rank."""
+    waiting = object.__new__(conn.NixlKVSender)
+    waiting.__dict__.update(kv_mgr=manager, bootstrap_room=7, conclude_state=None)
+    return SimpleNamespace(bootstrap_room=7, rid="request", disagg_kv_sender=waiting, pending_bootstrap=False)
+
+
+@alone
+def aborted_chunked_request_leaves_nothing_behind(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    made.open()
+    manager = Manager()
+    manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
+    manager.transfer_infos[7] = {}
+    request = _request(manager)
+    scheduler = SimpleNamespace(_pending_chunked_abort_req=request, chunked_req=request)
+    scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
+
+    def stock(_: Any) -> None:
+        manager.record_failure(7, "Aborted by AbortReq.")
+        manager.update_status(7, KVPoll.Failed)
+
+    rooms_prefill.chunked_abort(stock, scheduler)
+    assert (manager.request_status, manager.failures, manager.transfer_infos) == ({}, {}, {})
+
+
 @check
 def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
     made = world(Role.PREFILL, hooked)
@@ -461,9 +500,7 @@ def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
     manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
     manager.update_status(7, KVPoll.WaitingForInput)
     manager.transfer_infos[7] = {}
-    waiting = object.__new__(conn.NixlKVSender)
-    waiting.__dict__.update(kv_mgr=manager, bootstrap_room=7, conclude_state=None)
-    request = SimpleNamespace(bootstrap_room=7, rid="request", disagg_kv_sender=waiting, pending_bootstrap=False)
+    request = _request(manager)
     scheduler = SimpleNamespace(waiting_queue=[request])
     order = AbortReq(rid="request")
 

@@ -90,16 +90,17 @@ def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:
 def _destination(manager: Any, here: rank.Rank, info: Any, trailer: Trailer) -> None:
     if not here.rooms.destination(RoomKey(info.room, trailer.generation), trailer.incarnation):
         return
-    infos = manager.transfer_infos.setdefault(info.room, {})
+    room = here.rooms.find(info.room)
+    if room is None or room.key.generation != trailer.generation:
+        return  # it ended meanwhile
+    infos = manager.transfer_infos[info.room] = room.infos  # not with what an older generation left
     infos[info.agent_name] = info
     if len(infos) < info.required_dst_info_num:
         return
     manager.resolve_kv_replica_factor(infos)
     prefixes = (known.decode_prefix_len for known in infos.values())
     manager.req_to_decode_prefix_len[info.room] = next((n for n in prefixes if n is not None), 0)
-    room = here.rooms.find(info.room)
-    if room is not None:
-        room.first_page = manager.req_to_decode_prefix_len[info.room] // here.page_tokens
+    room.first_page = manager.req_to_decode_prefix_len[info.room] // here.page_tokens
     manager.update_status(info.room, KVPoll.WaitingForInput)
 
 

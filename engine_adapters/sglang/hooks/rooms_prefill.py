@@ -47,22 +47,26 @@ def agree(stock: Any, pollers: Any, cp_group: Any, tp_group: Any) -> list[int]:
         for status, poller in zip(polls, pollers, strict=True)
     ]
     held = any_rank(holds, tp_group, cp_group)
-    return [KVPoll.Transferring if hold else status for status, hold in zip(polls, held, strict=True)]
+    return [_waiting(poller) if hold else status for status, hold, poller in zip(polls, held, pollers, strict=True)]
+
+
+def _waiting(sender: Any) -> int:
+    """What stock waits with. Before `init` (a prefill that did not wait for its bootstrap) it knows no transfer."""
+    return int(KVPoll.Bootstrapping if sender.aux_index is None else KVPoll.Transferring)
 
 
 def chunked_abort(stock: Any, scheduler: Any) -> Any:
     here = rank.here()
     request = scheduler._pending_chunked_abort_req
-    if (
-        here is not None
-        and request is not None
-        and scheduler.chunked_req is request
-        and any_rank([_holds(here, request.bootstrap_room)], scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group)[
-            0
-        ]
-    ):
+    if here is None or request is None or scheduler.chunked_req is not request:
+        return stock(scheduler)
+    groups = scheduler.attn_tp_cpu_group, scheduler.attn_cp_cpu_group
+    if any_rank([_holds(here, request.bootstrap_room)], *groups)[0]:
         return None  # the next turn looks again
-    return stock(scheduler)
+    answer = stock(scheduler)
+    if here.role is Role.PREFILL:
+        _forget(request)
+    return answer
 
 
 def abort_request(stock: Any, scheduler: Any, order: Any) -> Any:
@@ -77,10 +81,16 @@ def abort_request(stock: Any, scheduler: Any, order: Any) -> Any:
         sender = getattr(request, "disagg_kv_sender", None)
         if id(request) not in kept and sender is not None:
             here.rooms.fail(request.bootstrap_room, "aborted while it waited")
-            sender.clear()
-            with sender.kv_mgr.failure_lock:
-                sender.kv_mgr.failure_records.pop(request.bootstrap_room, None)
+            _forget(request)
     return answer
+
+
+def _forget(request: Any) -> None:
+    """What SGLang's transfer manager remembers of a request that nobody will ask it for again."""
+    sender = request.disagg_kv_sender
+    sender.clear()
+    with sender.kv_mgr.failure_lock:
+        sender.kv_mgr.failure_records.pop(request.bootstrap_room, None)
 
 
 def _holds(here: rank.Rank, room: int | None) -> bool:

@@ -146,8 +146,8 @@ class Chunks:
 
     def _may_read(self, room: Room, ticket: Ticket) -> bool:
         """Its loads have landed, and so have the forwards that SGLang says may still write these pages."""
-        room.waits = [event for event in room.waits if not event.query()]
-        return ticket.readable == self._here.gate.layers and not room.waits and not self._here.copies.untracked
+        written = all(event.query() for event in tuple(room.waits))
+        return written and ticket.readable == self._here.gate.layers and not self._here.copies.untracked
 
     def _ended(self, posted: _Posted) -> None:
         """The writes of a chunk ended. After an error nobody knows how: the room is poisoned."""
