@@ -18,7 +18,7 @@ NAMES = frozenset(
         *("IPython", "PIL", "accelerate", "compressed_tensors", "cuda", "dill", "einops", "fastapi", "flash_attn"),
         *("gguf", "huggingface_hub", "llguidance", "orjson", "partial_json_parser", "prometheus_client", "pybase64"),
         *("requests", "safetensors", "sentencepiece", "setproctitle", "sgl_kernel", "torchcodec", "torchvision"),
-        *("tqdm", "transformers", "tvm_ffi", "uvicorn", "uvloop", "xgrammar", "yaml"),
+        *("starlette", "tqdm", "transformers", "tvm_ffi", "uvicorn", "uvloop", "xgrammar", "yaml"),
     )
 )
 
