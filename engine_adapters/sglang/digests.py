@@ -90,13 +90,15 @@ class PageDigests:
     def backed_up(self, device: torch.Tensor, host: torch.Tensor) -> None:
         self.on_host[:, host] = self.sealed[:, device]
 
-    def loaded(self, host: torch.Tensor, device: torch.Tensor) -> None:
-        """What the pages will have to be once the load is in place."""
-        self.sealed[:, device] = self.on_host[:, host]
+    def loaded(self, host: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
+        """What the pages will have to be once the load is in place: int64 [buffers, n], a copy."""
+        expected = self.on_host[:, host]
+        self.sealed[:, device] = expected
+        return expected
 
-    def differences(self, pages: torch.Tensor) -> torch.Tensor:
-        """How many of the pages' buffers are not what was sealed: int64 [1]."""
-        return (self.compute(pages) != self.sealed[:, pages]).sum().reshape(1)
+    def differences(self, pages: torch.Tensor, expected: Sequence[torch.Tensor]) -> torch.Tensor:
+        """How many of the pages' buffers are not as expected (parts of int64 [buffers, n], in order): int64 [1]."""
+        return (self.compute(pages) != torch.cat(list(expected), dim=1)).sum().reshape(1)
 
     def mismatches(self, found: Digests, sealed: Digests) -> list[tuple[str, int, int]]:
         """(pool, layer, logical page) of every difference."""

@@ -95,6 +95,10 @@ class Outbox:
         """Runs `function` on the thread, after what was queued before; it may send."""
         self._queue.put(function)
 
+    def close(self, endpoint: str) -> None:
+        """Nobody listens there any more."""
+        self.call(lambda: self._close(endpoint))
+
     def run(self) -> None:
         """The thread's body: never returns."""
         while True:
@@ -105,6 +109,11 @@ class Outbox:
             self._socket(endpoint).send_multipart(parts, zmq.NOBLOCK)
         except zmq.ZMQError:
             self._counters["unsent_frames"] += 1
+
+    def _close(self, endpoint: str) -> None:
+        found = self._sockets.pop(endpoint, None)
+        if found is not None:
+            found.close()
 
     def _socket(self, endpoint: str) -> Any:
         found = self._sockets.get(endpoint)

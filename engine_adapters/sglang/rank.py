@@ -19,7 +19,7 @@ import msgspec
 
 from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
 from dsv4ctl.controlplane.link.codec import FrameError
-from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
+from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
 from dsv4ctl.controlplane.trace.format import Rank as TraceRank
@@ -259,6 +259,8 @@ class Rank:
 
     def _on_frame(self, frame: ToRank) -> None:
         self.agent.handle(self._own(frame))
+        if isinstance(frame, Fenced):
+            self.rooms.fenced(frame.incarnation)
 
     def _own(self, frame: ToRank) -> ToRank:
         if not isinstance(frame, OpenRoom):

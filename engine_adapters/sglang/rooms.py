@@ -166,6 +166,7 @@ class Rooms:
     def expose(self, room: Room, endpoints: Iterable[str], pages: Iterable[int]) -> bool:
         """The writers are about to be told where to write. False if the room is over."""
         room.writers = dict(zip(room.opening.peers, endpoints, strict=False))
+        self._endpoints |= room.writers
         room.destination = tuple(map(int, pages))
         room.exposed = self.apply(room, Reader.expose)
         return room.exposed
@@ -173,6 +174,14 @@ class Rooms:
     def heard(self, peer: str, endpoint: str) -> None:
         """Where a decode rank listens."""
         self._endpoints[peer] = endpoint
+
+    def fenced(self, peer: str) -> None:
+        """The process of `peer` is gone: nothing is sent to it any more."""
+        for room in list(self._rooms.values()):
+            room.writers.pop(peer, None)
+        endpoint = self._endpoints.pop(peer, None)
+        if endpoint is not None:
+            self._outbox.close(endpoint)
 
     def destination(self, key: RoomKey, peer: str) -> bool:
         """A decode rank told where to write. False if nothing may be written there; it is told so."""
@@ -193,8 +202,9 @@ class Rooms:
             values = sealed.get()
             frame = Digests(key, self._incarnation, values.shape[0], values.astype("<u8").tobytes())
             for peer in room.opening.peers:
-                if peer in self._endpoints:
-                    self._outbox.send(self._endpoints[peer], [MARK, msgspec.msgpack.encode(frame)])
+                endpoint = self._endpoints.get(peer)
+                if endpoint is not None:
+                    self._outbox.send(endpoint, [MARK, msgspec.msgpack.encode(frame)])
 
         self._outbox.call(tell)
 
@@ -249,7 +259,7 @@ class Rooms:
         if self._role is Role.DECODE:
             for room in list(self._rooms.values()):
                 if room.dropped:
-                    for peer in room.writers:
+                    for peer in list(room.writers):
                         self._tell(room, peer)
 
     def _tell(self, room: Room, peer: str) -> None:

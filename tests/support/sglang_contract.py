@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import queue
 import sys
 import threading
 import traceback
@@ -33,7 +34,7 @@ from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
 from sglang.srt.managers.scheduler_components import request_receiver  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
-from dsv4ctl.controlplane.link.wire import OpenRoom, Role  # noqa: E402
+from dsv4ctl.controlplane.link.wire import Fenced, OpenRoom, Role  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.controlplane.tickets.types import LoadKind  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
@@ -423,6 +424,37 @@ def destinations_of_an_older_generation_are_forgotten(_: bool) -> None:
 
 
 @alone
+def abort_while_a_destination_is_taken_in_is_not_undone(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    manager.__dict__.update(local_ip="127.0.0.1", rank_port=5, resolve_kv_replica_factor=lambda infos: made.abort(key))
+    bootstrap._bound(manager)
+    info = SimpleNamespace(room=7, agent_name="here", required_dst_info_num=1, decode_prefix_len=None)
+    bootstrap._destination(manager, made.rank, info, Trailer(PEER, 1))
+    assert made.states(key)[-1] is RoomState.ABORTED
+    assert manager.request_status == {7: KVPoll.Failed}
+
+
+@alone
+def nothing_is_kept_of_a_fenced_peer(_: bool) -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        made = world(role, True)
+        key, endpoint = made.open(peers=(PEER, "other")), "tcp://127.0.0.1:9"
+        if role is Role.PREFILL:
+            made.rank.rooms.heard(PEER, endpoint)
+        else:
+            made.rank.rooms.expose(made.rank.rooms.find(7), [endpoint, "tcp://127.0.0.1:10"], [5])
+        made.rank.outbox.send(endpoint, [b"frame"])
+        made.rank._on_frame(Fenced(PEER))
+        made.rank.rooms.tick()
+        made.rank.agent.peer_abort(key, PEER, AbortSource.CLIENT, "gone")
+        kept: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        made.rank.outbox.call(lambda kept=kept, made=made: kept.put(list(made.rank.outbox._sockets)))
+        assert endpoint not in kept.get(timeout=60)
+        assert PEER not in made.rank.rooms._endpoints
+
+
+@alone
 def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     made = world(Role.PREFILL, True)
     sent = _acks(made)
@@ -760,9 +792,11 @@ class _Pair:
         self.decode.rank.rooms.told_digests(frames[0])
 
 
-def _check_again(made: World, *pages: int) -> None:
+def _check_again(made: World) -> None:
     """The check after the load, whose kernels ran here when they were launched and not in the order of streams."""
-    made.rank.copies._checks[:] = [fetch(made.rank.digests.differences(torch.tensor(pages)))]
+    (check,) = made.rank.copies._checks
+    pages, *expected = check._read
+    made.rank.copies._checks[:] = [fetch(made.rank.digests.differences(pages, expected))]
     made.rank.step()
 
 
@@ -773,7 +807,7 @@ def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
     assert pair.decode.rank.counters["digests_compared"] == 2 * 5
     assert pair.decode.rank.counters["digest_mismatches"] == 0
-    _check_again(pair.prefill, 1, 2)
+    _check_again(pair.prefill)
     assert pair.prefill.rank.counters["load_mismatches"] == 0
 
 
@@ -822,7 +856,7 @@ def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
     made.load_back()
     made.controller.start_loading()
     made.device.run()
-    _check_again(made, 1, 2)
+    _check_again(made)
     assert made.rank.counters["load_mismatches"] == 1
     assert RoomState.ABORTING in made.states(key)
 
@@ -835,7 +869,7 @@ def digests_are_noted_behind_the_forward(_: bool) -> None:
     digests = made.rank.digests
     for name in ("backed_up", "loaded"):
         noted = getattr(digests, name)
-        setattr(digests, name, lambda *pages, noted=noted: (streams.append(made.device.current), noted(*pages)))
+        setattr(digests, name, lambda *pages, noted=noted: streams.append(made.device.current) or noted(*pages))
     for host, device in enumerate((10, 11)):
         made.back_up(device, host)
     made.load_back()
@@ -843,16 +877,52 @@ def digests_are_noted_behind_the_forward(_: bool) -> None:
     assert streams == [made.scheduler.forward_stream] * 3
 
 
-@alone
-def page_numbers_live_until_the_stream_of_the_load_has_read_them(_: bool) -> None:
+def _cached() -> World:
+    """A rank with two pages on its host."""
     made = World(Role.SINGLE, (), "read")
     made.compute(10, 11)
     for host, device in enumerate((10, 11)):
         made.back_up(device, host)
+    return made
+
+
+@alone
+def check_of_a_load_compares_with_what_was_noted_for_it(_: bool) -> None:
+    made = _cached()
+    pages = made.load_back()
+    made.controller.start_loading()
+    made.device.run()
+    made.rank.digests.sealed[:, list(pages)] = 0  # their next owner's
+    _check_again(made)
+    assert made.rank.counters["load_mismatches"] == 0
+
+
+@alone
+def loaded_pages_stay_locked_until_they_were_compared(_: bool) -> None:
+    made = _cached()
+    given_back: list[bool] = []
+    differences = made.rank.digests.differences
+
+    def compare(*args: Any) -> torch.Tensor:
+        made.device.current.put(lambda: given_back.append(made.controller.ack_load_queue[-1].finish_event.query()))
+        return differences(*args)
+
+    made.rank.digests.differences = compare
+    made.load_back()
+    made.controller.start_loading()
+    made.device.run()
+    assert given_back == [False]
+    assert made.controller.ack_load_queue[-1].finish_event.query()
+
+
+@alone
+def what_a_check_reads_lives_until_the_stream_of_the_load_has_read_it(_: bool) -> None:
+    made = _cached()
     pages = made.load_back()
     made.controller.start_loading()
     (check,) = made.rank.copies._checks
-    assert [read.tolist() for read in check._read] == [list(pages)]
+    noted = made.rank.digests.sealed[:, list(pages)]
+    assert [read.tolist() for read in check._read] == [list(pages), noted.tolist()]
 
 
 @alone

@@ -101,7 +101,14 @@ def _destination(manager: Any, here: rank.Rank, info: Any, trailer: Trailer) -> 
     prefixes = (known.decode_prefix_len for known in infos.values())
     manager.req_to_decode_prefix_len[info.room] = next((n for n in prefixes if n is not None), 0)
     room.first_page = manager.req_to_decode_prefix_len[info.room] // here.page_tokens
-    manager.update_status(info.room, KVPoll.WaitingForInput)
+
+    def ready(half: Any) -> list[Any]:
+        # Under the agent's lock: an abort comes before or after. In some releases this status undoes a failure.
+        if half.live:
+            manager.update_status(info.room, KVPoll.WaitingForInput)
+        return []
+
+    here.rooms.apply(room, ready)
 
 
 def from_prefill(here: rank.Rank, parts: list[bytes]) -> None:

@@ -77,7 +77,7 @@ def start_loading(stock: Any, controller: Any) -> Any:
         promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
         here.copies.promised(promised)
         copies += promised
-    pages = None if here.digests is None else _expected(here, here.digests, controller.load_queue)
+    noted = None if here.digests is None else _expected(here, here.digests, controller.load_queue)
     # A reclaimed page may still be written by the forward that runs.
     stream = stream_of(controller, LoadKind.HICACHE)
     stream.wait_stream(here.scheduler.forward_stream)
@@ -86,23 +86,31 @@ def start_loading(stock: Any, controller: Any) -> Any:
             stream.wait_event(event)
     producer = stock(controller)
     check = None
-    if here.digests is not None and pages is not None:
+    if here.digests is not None and noted is not None:
+        pages, expected = noted
         with cache_controller.device_module.stream(stream):
-            check = fetch(here.digests.differences(pages), pages)
+            check = fetch(here.digests.differences(pages, expected), pages, *expected)
+            # Until this event SGLang keeps the pages locked: nobody else may write them before they were compared.
+            controller.ack_load_queue[-1].finish_event.record()
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer
 
 
-def _expected(here: rank.Rank, digests: PageDigests, operations: Sequence[Any]) -> torch.Tensor | None:
-    """The device pages of these loads, for each of which is noted what it will have to be; None of none."""
-    pages = []
+def _expected(
+    here: rank.Rank, digests: PageDigests, operations: Sequence[Any]
+) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
+    """The device pages of these loads, and what each will have to be, in parts by load; None of none.
+
+    `sealed` may say something else by the time of the comparison: it is the forward's stream that changes it.
+    """
+    pages, expected = [], []
     for operation in operations:
         if len(operation.device_indices):
             host, device = (digests.pages(i) for i in (operation.host_indices, operation.device_indices))
             pages.append(device)
             with behind_forward(here, host, device):
-                digests.loaded(host, device)
-    return torch.cat(pages) if pages else None
+                expected.append(digests.loaded(host, device))
+    return (torch.cat(pages), expected) if pages else None
 
 
 def update_producer(stock: Any, counter: Any) -> Any:
