@@ -12,7 +12,7 @@ class LineSink:
     """Writes lines from its own thread; `put` never blocks.
 
     `capacity` bounds the lines held, those being written included. A line above it is dropped and counted;
-    once the reader takes lines again, `dropped_line(count)` stands where the dropped ones would have stood.
+    `dropped_line(count)` is written where the dropped ones would have stood.
     If the descriptor fails (its reader is gone), later lines are dropped and `failed(error)` is called once.
     """
 
@@ -27,9 +27,8 @@ class LineSink:
         self._capacity = capacity
         self._dropped_line = dropped_line
         self._failed = failed
-        self._lines: deque[str] = deque()
-        self._held = 0
-        self._unreported = 0
+        self._queue: deque[str | int] = deque()  # lines, and how many were dropped between them
+        self._held = 0  # lines in the queue or being written
         self._closing = False
         self._broken = False
         self._change = threading.Condition()
@@ -42,10 +41,13 @@ class LineSink:
         with self._change:
             if self._broken or self._closing or self._held >= self._capacity:
                 self.dropped += 1
-                self._unreported += 1
-                return
-            self._lines.append(line)
-            self._held += 1
+                if self._queue and isinstance(self._queue[-1], int):
+                    self._queue[-1] += 1
+                    return
+                self._queue.append(1)
+            else:
+                self._queue.append(line)
+                self._held += 1
             self._change.notify()
 
     def close(self, timeout: float) -> None:
@@ -58,25 +60,18 @@ class LineSink:
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._lines or self._closing)
-                if not self._lines:
+                self._change.wait_for(lambda: self._queue or self._closing)
+                if not self._queue:
                     return
-                batch, self._lines = list(self._lines), deque()
+                batch, self._queue = self._queue, deque()
+            texts = [self._dropped_line(item) if isinstance(item, int) else item for item in batch]
             try:
-                self._write("".join(f"{line}\n" for line in batch))
-                self._report_drops(len(batch))
+                self._write("".join(f"{text}\n" for text in texts))
             except OSError as error:
                 self._break(error)
                 return
-
-    def _report_drops(self, written: int) -> None:
-        with self._change:
-            self._held -= written
-            # Lines put while this batch was being written stand before those that were dropped.
-            if self._lines or not self._unreported:
-                return
-            count, self._unreported = self._unreported, 0
-        self._write(self._dropped_line(count) + "\n")
+            with self._change:
+                self._held -= sum(isinstance(item, str) for item in batch)
 
     def _write(self, text: str) -> None:
         data = memoryview(text.encode("utf-8", "backslashreplace"))
@@ -87,5 +82,5 @@ class LineSink:
         with self._change:
             self._broken = True
             self.dropped += self._held
-            self._lines.clear()
+            self._queue.clear()
         self._failed(error)
