@@ -91,10 +91,6 @@ class Gate:
             self.trace.record("free", None, "", ((space, pages),), reusable)
             return reusable
 
-    def available(self, space: str) -> int:
-        with self._lock:
-            return self._ledger.available(space)
-
     def spaces(self) -> tuple[str, ...]:
         return self._ledger.spaces()
 

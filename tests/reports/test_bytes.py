@@ -85,7 +85,7 @@ class Loads(Single):
         self.settle()
         with self.between_rounds():
             cache.forget(cache.match(evictor))
-        until("the device is empty", lambda: self.engine.gate.available("full") == DEVICE)
+        until("the device is empty", lambda: self.engine.gate.room_in("full") == (DEVICE, 0))
 
     def abort_under_load(self, key: RoomKey) -> None:
         """The room of `key` is over, and what it asked the host for is still on its way."""

@@ -343,7 +343,7 @@ class Rank:
     def _take(self, name: str, space: str, pages: int) -> Place:
         taken = self.gate.allocate({space: pages})
         if taken is None:
-            raise NoPages(f"{self.name} has {self.gate.available(space)} free pages in {space}, asked are {pages}")
+            raise NoPages(f"{self.name} has {self.gate.room_in(space)[0]} free pages in {space}, asked are {pages}")
         place = self.places.setdefault(name, Place())
         place.extents.append(self.gate.extent(space, taken[space]))
         return place

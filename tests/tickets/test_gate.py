@@ -159,9 +159,9 @@ def test_an_early_post_is_recorded_and_still_holds(gate: SmallGate) -> None:
     gate.leave(ticket)
     gate.end_load(load)
     gate.free("full", load.extents[0].pages)
-    assert gate.available("full") == 7
+    assert gate.room_in("full") == (7, 1)
     gate.complete(ticket)
-    assert (ticket.state, gate.available("full")) == (TicketState.RELEASED, 8)
+    assert (ticket.state, gate.room_in("full")) == (TicketState.RELEASED, (8, 0))
 
 
 # ---- trace and reports -----------------------------------------------------------------------------------
@@ -223,7 +223,7 @@ def test_many_threads_lose_no_wake_up_and_no_page(gate: SmallGate, reader: Reade
         barrier.wait(LIMIT)
         gate.end_load(load)
         gate.free("full", load.extents[0].pages)
-        assert gate.available("full") == 8
+        assert gate.room_in("full") == (8, 0)
     for future in readers:
         future.result(LIMIT)
     assert gate.violations == {}

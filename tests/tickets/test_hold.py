@@ -84,7 +84,7 @@ async def test_a_cancellation_at_any_await_releases(gate: SmallGate, awaits: int
     assert gate.totals()["tickets"] == 0
     gate.end_load(load)
     gate.free("full", load.extents[0].pages)
-    assert gate.available("full") == 8
+    assert gate.room_in("full") == (8, 0)
 
 
 async def test_a_cancellation_that_meets_the_landing_releases_once(gate: SmallGate) -> None:
@@ -156,9 +156,9 @@ async def test_a_posted_read_outlives_its_cancelled_scope(gate: SmallGate) -> No
         tasks.cancel_scope.cancel()
     gate.end_load(load)
     gate.free("full", load.extents[0].pages)
-    assert (found[0].ticket.state, gate.available("full")) == (TicketState.REVOKING, 7)
+    assert (found[0].ticket.state, gate.room_in("full")) == (TicketState.REVOKING, (7, 1))
     found[0].complete()
-    assert gate.available("full") == 8
+    assert gate.room_in("full") == (8, 0)
 
 
 async def test_a_landing_on_another_thread_wakes_the_loop(gate: SmallGate, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -227,7 +227,7 @@ async def test_races_of_many_scopes_with_a_loader_thread_end(gate: SmallGate) ->
         thread.join()
         gate.end_load(load)
         gate.free("full", load.extents[0].pages)
-    assert gate.available("full") == 8
+    assert gate.room_in("full") == (8, 0)
 
 
 async def test_a_loader_outlives_a_loop_that_was_closed_around_its_waiters(gate: SmallGate) -> None:

@@ -84,13 +84,13 @@ def test_pages_wait_for_the_writes_in_flight(
     slow.wait(RoomState.QUIESCING)
     decode.wait(RoomState.QUIESCING)
     for rank in (slow, decode):
-        assert rank.gate.available("full") == PAGES["full"] - 3
+        assert rank.gate.room_in("full") == (PAGES["full"] - 3, 0)
         assert rank.reported(RoomState.ABORTED) is None
     let_go.set()
     for rank in (slow, decode):
         rank.wait(RoomState.ABORTED)
         assert rank.acks[0].outcome is Quiet.QUIET
-        rank.until(lambda rank=rank: rank.gate.available("full") == PAGES["full"])
+        rank.until(lambda rank=rank: rank.gate.room_in("full") == (PAGES["full"], 0))
 
 
 def test_eighty_rooms_aborted_at_once_end_on_both_sides(slow: Rank, decode: Rank, let_go: threading.Event) -> None:
@@ -109,7 +109,7 @@ def test_eighty_rooms_aborted_at_once_end_on_both_sides(slow: Rank, decode: Rank
         decode.wait(RoomState.ABORTED, key)
         slow.wait(RoomState.ABORTED, key)
     for rank in (slow, decode):
-        rank.until(lambda rank=rank: rank.gate.available("full") == PAGES["full"])
+        rank.until(lambda rank=rank: rank.gate.room_in("full") == (PAGES["full"], 0))
 
 
 def test_an_ack_of_an_older_generation_frees_nothing(slow: Rank, decode: Rank, let_go: threading.Event) -> None:
@@ -121,7 +121,7 @@ def test_an_ack_of_an_older_generation_frees_nothing(slow: Rank, decode: Rank, l
     slow.transfer.ack_peer(KEY, "D", Quiet.QUIET)
     decode.until(lambda: decode.agent.counters["late_acks"] == 1)
     assert decode.reported(RoomState.ABORTED, newer) is None
-    assert decode.gate.available("full") == PAGES["full"] - 3
+    assert decode.gate.room_in("full") == (PAGES["full"] - 3, 0)
     let_go.set()
     decode.wait(RoomState.ABORTED, newer)
 
@@ -249,7 +249,7 @@ def test_a_killed_peer_ends_its_room_and_no_other(slow: Rank, decode: Rank, let_
     slow.fence("D")
     slow.wait(RoomState.ABORTED)
     assert slow.acks[0].outcome is Quiet.QUIET
-    slow.until(lambda: slow.gate.available("full") == PAGES["full"])
+    slow.until(lambda: slow.gate.room_in("full") == (PAGES["full"], 0))
     with Rank(Role.DECODE, "D2") as other:
         key = RoomKey(8, 1)
         slow.open("D2", key)

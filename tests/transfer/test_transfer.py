@@ -45,7 +45,7 @@ def test_the_bytes_land_equal_and_their_digests_match(prefill: Rank, decode: Ran
     closed = prefill.wait(RoomState.CLOSED)
     layers = len(prefill.pools.specs["index_k"].model_layers)
     assert closed.detail["bytes_by_pool"]["index_k"] == layers * 16384 * len(source.full)
-    prefill.until(lambda: prefill.gate.available("full") == PAGES["full"])
+    prefill.until(lambda: prefill.gate.room_in("full") == (PAGES["full"], 0))
     assert decode.gate.totals()["loads"] == 0
 
 
@@ -109,7 +109,7 @@ def test_without_the_senders_guard_the_digests_name_the_stale_pool(prefill: Rank
     assert decode.agent.counters["digest_mismatches"] == len(layers)
     assert KEY not in decode.ready
     assert prefill.gate.violations["sender read * before hicache landed"] == 3
-    decode.until(lambda: decode.gate.available("full") == PAGES["full"])
+    decode.until(lambda: decode.gate.room_in("full") == (PAGES["full"], 0))
 
 
 def test_an_observed_mismatch_is_reported_and_the_room_goes_on(prefill: Rank, decode: Rank) -> None:
@@ -129,7 +129,7 @@ def test_a_failed_load_of_the_source_ends_the_room_on_both_sides(prefill: Rank, 
     prefill.gate.fail_load(load, "host page lost")
     assert "was not sent" in prefill.wait(RoomState.ABORTED).detail["reason"]
     decode.wait(RoomState.ABORTED)
-    decode.until(lambda: decode.gate.available("full") == PAGES["full"])
+    decode.until(lambda: decode.gate.room_in("full") == (PAGES["full"], 0))
 
 
 def test_prompts_that_differ_are_refused(prefill: Rank, decode: Rank) -> None:

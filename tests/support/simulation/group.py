@@ -270,7 +270,7 @@ class Group:
             (self._expect if grows else self._begin)(sequence)
 
     def _allocate(self, sequence: Sequence, pages: int) -> bool:
-        if any(rank.gate.available(SPACE) < pages for rank in self.ranks):
+        if any(rank.gate.room_in(SPACE)[0] < pages for rank in self.ranks):
             return False
         for part in sequence.parts:
             taken = part.rank.gate.allocate({SPACE: pages})
