@@ -80,7 +80,7 @@ def test_a_full_inbox_still_takes_the_entry_it_waits_for() -> None:
     assert inbox.offer(entry(MAX_AHEAD + 1)) == [entry(MAX_AHEAD + 1)]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.data(), st.integers(1, 12))
 def test_every_abort_is_applied_once_in_order_whatever_the_link_does(data: st.DataObject, aborts: int) -> None:
     log, inbox = AbortLog(), AbortInbox()

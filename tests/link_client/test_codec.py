@@ -12,7 +12,7 @@ from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
 from dsv4ctl.controlplane.link.wire import Answer, Fenced, Received, ToControlPlane, ToRank
 
 
-@settings(max_examples=200, deadline=None)
+@settings(max_examples=200)
 @given(st.lists(st.integers(0, 2**40), max_size=8), st.lists(st.integers(1, 9), min_size=1, max_size=9))
 def test_any_cut_of_the_stream_gives_the_same_frames(numbers: list[int], cuts: list[int]) -> None:
     data = b"".join(encode(Received(number)) for number in numbers)
@@ -25,7 +25,7 @@ def test_any_cut_of_the_stream_gives_the_same_frames(numbers: list[int], cuts: l
     assert found == [Received(number) for number in numbers]
 
 
-@settings(max_examples=300, deadline=None)
+@settings(max_examples=300)
 @given(st.lists(st.binary(max_size=40), max_size=6))
 def test_any_body_is_a_frame_or_a_frame_error_and_the_next_is_read(bodies: list[bytes]) -> None:
     decoder: Decoder[ToRank] = Decoder(ToRank)

@@ -40,7 +40,7 @@ def test_the_batch_does_not_matter() -> None:
     assert np.array_equal(digest_torch(pages), np.concatenate([digest_torch(page[None]) for page in pages]))
 
 
-@settings(max_examples=60, deadline=None)
+@settings(max_examples=60)
 @given(st.integers(0, 8447), st.integers(1, 255), st.integers(0, 2**32 - 1))
 def test_any_changed_byte_changes_the_digest(at: int, flip: int, seed: int) -> None:
     page = np.random.default_rng(seed).integers(0, 256, 8448, dtype=np.uint8)

@@ -143,7 +143,7 @@ class _Pool:
             room.need += 1
 
 
-@settings(max_examples=100, deadline=None)
+@settings(max_examples=100)
 @given(st.data())
 def test_every_room_ends_after_finitely_many_retractions(data: st.DataObject) -> None:
     number = data.draw(st.integers(1, 8))

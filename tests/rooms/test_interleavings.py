@@ -217,7 +217,7 @@ def end(world: World) -> None:
                 world.kill(writer)
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(writers=st.integers(1, 2), readers=st.integers(1, 2), history=moves)
 def test_no_page_is_released_under_a_writer_and_every_room_ends(writers: int, readers: int, history: Any) -> None:
     world = World.of(writers, readers)

@@ -173,7 +173,7 @@ events = st.lists(
 )
 
 
-@settings(max_examples=400, deadline=None)
+@settings(max_examples=400)
 @given(events)
 def test_any_history_ends_exactly_once_and_never_leaves_its_table(history: list[Any]) -> None:
     found = room(**{"P-1": "prefill", "P-2": "prefill", "D-1": "decode", "D-2": "decode"})

@@ -44,7 +44,7 @@ from dsv4ctl.engine_adapters.reference.transfer import Transfer
 from dsv4ctl.policies.integrity import Verdict
 
 #: No wait of a test lasts longer: a hang is a failure.
-LIMIT = 20.0
+LIMIT = 60.0
 PAGES = {"full": 16, "swa": 16, "state": 8}
 KEY = RoomKey(7, 1)
 
@@ -228,6 +228,11 @@ class Rank:
         report = self.reported(state, key)
         assert report is not None
         return report
+
+    def acked(self) -> Quiet:
+        """The outcome of its first ack, which follows the report that its room is aborted."""
+        self.until(lambda: bool(self.acks))
+        return self.acks[0].outcome
 
     # ---- inside --------------------------------------------------------------------------------------
 

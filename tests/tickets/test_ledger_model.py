@@ -321,6 +321,6 @@ class LedgerMachine(RuleBasedStateMachine):
 
 
 LedgerMachine.TestCase.settings = settings(
-    max_examples=300, stateful_step_count=60, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=300, stateful_step_count=60, suppress_health_check=list(HealthCheck)
 )
 TestLedger = LedgerMachine.TestCase

@@ -89,7 +89,7 @@ def test_pages_wait_for_the_writes_in_flight(
     let_go.set()
     for rank in (slow, decode):
         rank.wait(RoomState.ABORTED)
-        assert rank.acks[0].outcome is Quiet.QUIET
+        assert rank.acked() is Quiet.QUIET
         rank.until(lambda rank=rank: rank.gate.room_in("full") == (PAGES["full"], 0))
 
 
@@ -141,7 +141,7 @@ def test_a_write_without_a_known_end_poisons_its_room() -> None:
     ):
         _in_the_middle(prefill, decode)
         prefill.wait(RoomState.ABORTED)
-        assert prefill.acks[0].outcome is Quiet.POISONED
+        assert prefill.acked() is Quiet.POISONED
         decode.wait(RoomState.QUIESCING)
         assert decode.reported(RoomState.ABORTED) is None
         decode.fence("P")
@@ -248,7 +248,7 @@ def test_a_killed_peer_ends_its_room_and_no_other(slow: Rank, decode: Rank, let_
     slow.until(lambda: slow.transfer.counters().get("failed_writes") == 1)
     slow.fence("D")
     slow.wait(RoomState.ABORTED)
-    assert slow.acks[0].outcome is Quiet.QUIET
+    assert slow.acked() is Quiet.QUIET
     slow.until(lambda: slow.gate.room_in("full") == (PAGES["full"], 0))
     with Rank(Role.DECODE, "D2") as other:
         key = RoomKey(8, 1)
