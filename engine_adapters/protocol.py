@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 import pkgutil
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from difflib import get_close_matches
 from typing import NamedTuple, Protocol, cast
 
@@ -50,6 +50,12 @@ class LaunchSpec(NamedTuple):
 class Adapter(Protocol):
     def processes(self, ranks: int) -> int:
         """How many processes run an engine of `ranks` ranks; each runs as many."""
+
+    def problems(self, engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+        """What is wrong with an engine's table of the configuration on any machine: keys below it, what was expected.
+
+        The table has the keys and types of the schema; whoever launches an engine has asked first.
+        """
 
     def launch(self, request: LaunchRequest) -> LaunchSpec:
         """How to start one process. Raises AdapterError if what the engine needs is not installed."""

@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -26,6 +27,7 @@ def facts() -> Facts:
         adapters=adapter_names(),
         policies=registry.names,
         policy_problem=policy_problem,
+        engine_problems=engine_problems,
         host_page_bytes=host_page_bytes,
     )
 
@@ -45,8 +47,12 @@ def policy_problem(kind: str, name: str) -> str | None:
     return None
 
 
+def engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
+    problems: Iterator[tuple[str, str]] = _protocol().find(engine.adapter).problems(msgspec.to_builtins(engine))
+    return problems
+
+
 def host_page_bytes(engine: EngineConfig) -> int | None:
-    """Raises ValueError for options that the adapter refuses."""
     module = f"{ADAPTERS}.{engine.adapter}.{MEMORY_MODULE}"
     if find_spec(module) is None:
         return None
@@ -55,8 +61,8 @@ def host_page_bytes(engine: EngineConfig) -> int | None:
 
 
 def missing(engine: EngineConfig) -> str | None:
-    """What is not installed that this engine needs, and how to install it; None if it can be started."""
-    protocol = import_module(f"{ADAPTERS}.protocol")
+    """What this machine lacks that the engine needs, and how to get it; None if it can be started."""
+    protocol = _protocol()
     request = protocol.LaunchRequest(
         engine=msgspec.to_builtins(engine),
         rank=0,
@@ -73,3 +79,7 @@ def missing(engine: EngineConfig) -> str | None:
     except protocol.AdapterError as error:
         return str(error)
     return None
+
+
+def _protocol() -> Any:
+    return import_module(f"{ADAPTERS}.protocol")

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator
 from typing import NamedTuple
 
 from dsv4ctl.controlplane.config.problems import Problem, expected, show, unknown
@@ -17,7 +17,9 @@ SOCKET_PATH_MAX = 107
 SURVIVORS = ".engines"
 _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there beyond the admin socket's
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
-_ANY_HOST = frozenset({"0.0.0.0", "::", ""})
+#: A host name (RFC 1123, and `_`, which resolvers take) or an address.
+_HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%\w+)?", re.ASCII)
+_ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 
 
@@ -30,7 +32,9 @@ class Facts(NamedTuple):
     policies: Callable[[str], Collection[str]]
     #: Why a policy of that kind, whose name is known, cannot be used as it is written; None if it can.
     policy_problem: Callable[[str, str], str | None]
-    #: Bytes of one host page of an engine, or None where its adapter cannot say. Raises ValueError.
+    #: What the engine's adapter refuses in its table on any machine: keys below the table, what was expected.
+    engine_problems: Callable[[EngineConfig], Iterable[tuple[str, str]]]
+    #: Bytes of one host page of an engine without such problems, or None where its adapter cannot say.
     host_page_bytes: Callable[[EngineConfig], int | None]
 
 
@@ -39,6 +43,7 @@ def semantic_problems(config: Config, facts: Facts) -> Iterator[Problem]:
     yield from _names(config)
     yield from _peers(config)
     yield from _agreement(config, facts)
+    yield from _hosts(config)
     yield from _ports(config)
     yield from _policies(config.policies, facts)
     yield from _guards(config)
@@ -108,6 +113,14 @@ def _index_k_dtype(engine: EngineConfig) -> str | None:
     return getattr(getattr(engine, engine.adapter, None), "index_k_dtype", None)
 
 
+def _hosts(config: Config) -> Iterator[Problem]:
+    places = [("gateway.host", config.gateway.host)]
+    places += [(f"engines[{index}].host", engine.host) for index, engine in enumerate(config.engines)]
+    for key, host in places:
+        if not _HOST.fullmatch(host):
+            yield Problem(key, expected("a host name or an address", host))
+
+
 def _ports(config: Config) -> Iterator[Problem]:
     taken: list[tuple[str, int, str]] = []
     places = [("gateway.port", config.gateway.host, config.gateway.port)]
@@ -148,11 +161,9 @@ def _engine(at: str, engine: EngineConfig, facts: Facts) -> Iterator[Problem]:
     if engine.adapter not in facts.adapters:
         yield Problem(f"{at}.adapter", unknown("adapter", engine.adapter, facts.adapters))
         return
-    try:
-        page_bytes = facts.host_page_bytes(engine)
-    except ValueError as error:
-        yield Problem(f"{at}.{engine.adapter}", str(error))
-        return
+    problems = [Problem(f"{at}.{key}", text) for key, text in facts.engine_problems(engine)]
+    yield from problems
+    page_bytes = None if problems else facts.host_page_bytes(engine)
     if not engine.hicache.enabled or page_bytes is None:
         return
     needed = engine.hicache.pages * page_bytes * engine.ranks

@@ -53,9 +53,16 @@ def _value_problems(value: Any, kind: Any, path: str) -> Iterator[Problem]:
         for key, item in value.items():
             yield from _value_problems(item, get_args(kind)[1], f"{path}.{key}")
         return
+    yield from _single_problems(value, kind, path)
+
+
+def _single_problems(value: Any, kind: Any, path: str) -> Iterator[Problem]:
     if get_origin(kind) is Literal and isinstance(value, str):
         if value not in get_args(kind):
             yield Problem(path, unknown("value", value, get_args(kind)))
+        return
+    if isinstance(value, str) and "\0" in value:  # no path, name or argument may hold one
+        yield Problem(path, expected("a string without a zero character", value))
         return
     try:
         msgspec.convert(value, kind, strict=True)

@@ -49,10 +49,7 @@ class AdapterLauncher:
         except self._protocol.AdapterError as error:
             raise LaunchError(str(error)) from error
         if engine.config.survive:
-            if spec.tree:
-                raise LaunchError(
-                    f"engines of adapter {engine.config.adapter} end with their control plane: no `survive`"
-                )
+            assert not spec.tree  # refused by its adapter's `problems`
             told = digest(self._request(engine.config))
             return await self._registry.start(engine.name, first.number, first.incarnation, spec.argv, spec.env, told)
         if spec.tree:

@@ -3,9 +3,14 @@
 from __future__ import annotations
 
 import sys
+from collections.abc import Iterator, Mapping
 from importlib.util import find_spec
 
+import msgspec
+
 from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, LaunchSpec, encode_request
+from dsv4ctl.engine_adapters.reference.geometry import Geometry
+from dsv4ctl.engine_adapters.reference.options import EngineOptions
 
 #: What the engine imports, none of which the control plane needs.
 _NEEDS = ("torch", "numpy", "nixl_cu12")
@@ -13,6 +18,17 @@ _NEEDS = ("torch", "numpy", "nixl_cu12")
 
 def processes(ranks: int) -> int:
     return ranks
+
+
+def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    """What the model cannot be."""
+    options, model = msgspec.convert(engine, EngineOptions), Geometry()
+    tokens = options.reference.context_tokens
+    if tokens % model.page_tokens:
+        yield "reference.context_tokens", f"expected a multiple of {model.page_tokens}, found {tokens}"
+    if model.mlp % options.ranks:
+        shares = [str(ranks) for ranks in range(1, model.mlp + 1) if model.mlp % ranks == 0]
+        yield "ranks", f"expected one of {', '.join(shares)} (equal parts of the model), found {options.ranks}"
 
 
 def launch(request: LaunchRequest) -> LaunchSpec:

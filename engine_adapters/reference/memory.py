@@ -19,7 +19,7 @@ class _Options(msgspec.Struct):
 def host_page_bytes(engine: dict[str, Any]) -> int:
     """Bytes that one host page (256 tokens in every pool, all layers) takes on one rank.
 
-    `engine` is its table of the configuration. Raises ValueError for options that the model cannot have.
+    `engine` is its table of the configuration, without `launch.problems`.
     """
     options = msgspec.convert(engine["reference"], _Options)
     geometry = Geometry(index_k_dtype=options.index_k_dtype, context_tokens=options.context_tokens)

@@ -11,67 +11,13 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from difflib import get_close_matches
 from pathlib import Path
 
-import msgspec
+from dsv4ctl.engine_adapters.sglang.table import EngineTable, arguments
 
-#: Tokens of a page of DeepSeek-V4: SGLang's attention backend for it has no other.
-PAGE_TOKENS = 256
-#: Arguments that the configuration file says elsewhere, and where.
-_SAID_ELSEWHERE = {
-    "--model-path": "sglang.model",
-    "--model": "sglang.model",
-    "--served-model-name": "[gateway] model",
-    "--host": "host",
-    "--port": "port",
-    "--tp-size": "ranks",
-    "--tp": "ranks",
-    "--tensor-parallel-size": "ranks",
-    "--mem-fraction-static": "sglang.mem_fraction",
-    "--max-total-tokens": "sglang.max_total_tokens",
-    "--enable-hierarchical-cache": "hicache.enabled",
-    "--hicache-ratio": "hicache.ratio",
-    "--disaggregation-mode": "role",
-    "--disaggregation-bootstrap-port": "bootstrap_port",
-    "--disaggregation-transfer-backend": "nothing: the transfer is NIXL's",
-    "--config": "this file",
-}
 _SOURCES = ("srt/server_args.py", "srt/arg_groups/fields/*.py")
 
 
 class ArgumentError(ValueError):
-    """An argument that the release would refuse, or must not be given; the message says what would be right."""
-
-
-class SglangTable(msgspec.Struct, frozen=True):
-    """`[engines.sglang]`."""
-
-    python: str
-    model: str
-    index_k_dtype: str
-    mem_fraction: float | None
-    max_total_tokens: int | None
-    extra_args: list[str]
-    env: dict[str, str]
-    allow_unverified: bool
-
-
-class HiCacheTable(msgspec.Struct, frozen=True):
-    """What is read of `[engines.hicache]`."""
-
-    enabled: bool
-    ratio: float
-
-
-class EngineTable(msgspec.Struct, frozen=True):
-    """What is read of `[[engines]]`."""
-
-    name: str
-    role: str
-    host: str
-    port: int
-    bootstrap_port: int
-    ranks: int
-    hicache: HiCacheTable
-    sglang: SglangTable
+    """An argument that the release would refuse; the message says what would be right."""
 
 
 def command_line(engine: EngineTable, model: str) -> tuple[str, ...]:
@@ -102,31 +48,13 @@ def command_line(engine: EngineTable, model: str) -> tuple[str, ...]:
 
 
 def check(extra: Sequence[str], known: Iterable[str], release: str) -> None:
-    """Raises ArgumentError for the first of `extra` that must not be there."""
+    """Raises ArgumentError for the first of `extra` that the release does not have."""
     names = set(known)
-    for name, value in _named(extra):
-        if name == "--hicache-size":
-            raise ArgumentError(f"{name} is refused for DeepSeek-V4, whose pools differ in size: set hicache.ratio")
-        if name in _SAID_ELSEWHERE:
-            raise ArgumentError(f"{name} is said elsewhere: set {_SAID_ELSEWHERE[name]}")
-        if name == "--page-size" and value != str(PAGE_TOKENS):
-            raise ArgumentError(f"--page-size {value}: DeepSeek-V4 has pages of {PAGE_TOKENS} tokens")
+    for _, name, _ in arguments(extra):
         if name not in names:
             near = get_close_matches(name, names, 1)
             hint = f"; did you mean {near[0]}?" if near else ""
             raise ArgumentError(f"SGLang {release} has no argument {name}{hint}")
-
-
-def _named(extra: Sequence[str]) -> Iterator[tuple[str, str | None]]:
-    """Each argument of `extra` with the word behind it, if any."""
-    if extra and not extra[0].startswith("--"):
-        raise ArgumentError(f"{extra[0]!r} belongs to no argument: an argument begins with --")
-    for at, word in enumerate(extra):
-        if not word.startswith("--"):
-            continue
-        name, equals, value = word.partition("=")
-        following = extra[at + 1] if at + 1 < len(extra) and not extra[at + 1].startswith("--") else None
-        yield name, value if equals else following
 
 
 def declared(package: Path) -> frozenset[str]:

@@ -4,16 +4,17 @@ from __future__ import annotations
 
 import os
 import socket
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import msgspec
 
 from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, LaunchSpec, encode_request
 from dsv4ctl.engine_adapters.sglang import environment
-from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, EngineTable, check, command_line, declared
+from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, check, command_line, declared
 from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
+from dsv4ctl.engine_adapters.sglang.table import EngineTable
+from dsv4ctl.engine_adapters.sglang.table import problems as table_problems
 
-_FP4_INDEXER = "--enable-deepseek-v4-fp4-indexer"
 _ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -21,12 +22,16 @@ def processes(ranks: int) -> int:
     return 1
 
 
+def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
+    return table_problems(msgspec.convert(engine, EngineTable))
+
+
 def launch(request: LaunchRequest) -> LaunchSpec:
-    """Raises AdapterError with one line for whatever would make the server fail, or serve unguarded."""
+    """For an engine without `problems`. Raises AdapterError with one line for whatever else would make the server fail,
+    or serve unguarded: what this machine lacks, and what the installed release does not have.
+    """
     engine = msgspec.convert(request.engine, EngineTable)
     table = engine.sglang
-    if not table.model:
-        raise AdapterError("sglang.model is not set: a folder with a model, or its Hugging Face name")
     try:
         installed = environment.ask(table.python, table.env)
     except AdapterError as error:
@@ -38,8 +43,6 @@ def launch(request: LaunchRequest) -> LaunchSpec:
         raise AdapterError(lacking)
     release = installed.sglang or ""
     _check_release(release, engine)
-    if table.index_k_dtype == "bf16" and _FP4_INDEXER in table.extra_args:
-        raise AdapterError(f"sglang.extra_args: {_FP4_INDEXER} and index_k_dtype bf16 exclude each other")
     try:
         check(table.extra_args, declared(installed.package), release)
     except ArgumentError as error:

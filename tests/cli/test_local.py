@@ -11,6 +11,7 @@ from typing import Any
 import click
 import pytest
 
+import dsv4ctl.controlplane.cli.start as start
 from dsv4ctl.controlplane.cli.main import INCIDENT
 
 GOOD = """
@@ -48,6 +49,32 @@ def test_every_problem_of_a_bad_file_is_a_line(dsv4ctl: Any, tmp_path: Path) -> 
     first, second = result.stderr.splitlines()
     assert first.startswith(f'dsv4ctl: {file}: gatway: unknown key "gatway". Did you mean gateway? Expected one of: ')
     assert second == f"dsv4ctl: {file}: engines[0].ranks: expected an integer of at least 1, found 0"
+
+
+@pytest.mark.parametrize(
+    ("line", "problem"),
+    [
+        ("ranks = 3", "ranks: expected one of 1, 2, 4, 8, 16, 32, 64, 128 (equal parts of the model), found 3"),
+        (
+            "adapter = 'sglang'",
+            'sglang.model: expected a folder with a model, or its Hugging Face name, found ""',
+        ),
+        (
+            "adapter = 'sglang'\nsglang.model = 'm'\nsurvive = true",
+            "survive: expected false: a server of SGLang ends with its control plane",
+        ),
+    ],
+)
+def test_what_an_adapter_refuses_on_any_machine_is_a_bad_file(
+    dsv4ctl: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, line: str, problem: str
+) -> None:
+    """`config check` and `start` say the same, and `start` has not looked at the machine yet."""
+    monkeypatch.setattr(start, "preflight", lambda config: pytest.fail("the file was taken"))
+    file = tmp_path / "cluster.toml"
+    file.write_text(f"{GOOD}{line}\n")
+    for command in (("config", "check"), ("start",)):
+        result = dsv4ctl(*command, str(file))
+        assert (result.exit_code, result.stderr) == (2, f"dsv4ctl: {file}: engines[0].{problem}\n")
 
 
 def test_experiments_that_are_not_installed(dsv4ctl: Any, monkeypatch: pytest.MonkeyPatch) -> None:

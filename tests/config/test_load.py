@@ -63,6 +63,7 @@ SHAPE = [
     ("unsafe.off = 'quiesce'", 'unsafe.off: expected an array of strings, found "quiesce"'),
     ("unsafe.off = [1]", "unsafe.off[0]: expected a string, found 1"),
     ("socket = 1", "socket: expected a string, found 1"),
+    ('socket = "a\\u0000b"', "socket: expected a string without a zero character, found "),
 ]
 
 
@@ -161,8 +162,15 @@ SEMANTIC = [
     ),
     (
         PAIR + "[engines.reference]\ncontext_tokens = 1000",
-        "engines[1].reference: context_tokens 1000: a multiple of page_tokens expected",
+        "engines[1].reference.context_tokens: expected a multiple of 256, found 1000",
     ),
+    (
+        PAIR + "ranks = 3",
+        "engines[1].ranks: expected one of 1, 2, 4, 8, 16, 32, 64, 128 (equal parts of the model), found 3",
+    ),
+    ("gateway.host = 'a..b'\n" + PAIR, 'gateway.host: expected a host name or an address, found "a..b"'),
+    (PAIR + "host = ''", 'engines[1].host: expected a host name or an address, found ""'),
+    (PAIR + "host = 'http://10.0.0.1'", 'engines[1].host: expected a host name or an address, found "http://10.0.0.1"'),
 ]
 
 
@@ -176,6 +184,11 @@ def test_ports_on_other_hosts_or_chosen_freely_do_not_overlap() -> None:
     parse(PAIR + "host = '10.0.0.1'\nport = 30000", "cluster.toml", FACTS)
     parse("gateway.port = 0\n" + PAIR, "cluster.toml", FACTS)
     assert refused("gateway.host = 'localhost'\n" + PAIR + "port = 30000")
+
+
+@pytest.mark.parametrize("host", ["node-1.example.org", "_x", "10.0.0.1", "::", "fe80::1%eth0", "::ffff:10.0.0.1"])
+def test_hosts(host: str) -> None:
+    parse(f"gateway.host = '{host}'\n{PAIR}host = '{host}'", "cluster.toml", FACTS)
 
 
 def test_hicache_larger_than_memory() -> None:

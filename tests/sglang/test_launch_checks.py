@@ -68,13 +68,6 @@ def test_a_decode_server_has_no_prefix_cache_and_no_bootstrap_server() -> None:
     assert not any(word.startswith("--disaggregation") for word in _launch(_with("single")).argv)
 
 
-def test_index_keys_are_bf16_or_fp4() -> None:
-    said = "--enable-deepseek-v4-fp4-indexer and index_k_dtype bf16 exclude each other"
-    extra = ["--device", "cpu", "--enable-deepseek-v4-fp4-indexer"]
-    assert said in _refusal(_with(index_k_dtype="bf16", extra_args=extra))
-    assert said not in _refusal(_with(extra_args=extra))  # the fake release has no such
-
-
 @pytest.mark.parametrize(
     ("extra", "said"),
     [
@@ -82,11 +75,6 @@ def test_index_keys_are_bf16_or_fp4() -> None:
         (["--zzz"], "no argument --zzz"),
         (["--hidden"], "no argument --hidden"),
         (["--renamed"], "no argument --renamed"),
-        (["stray"], "'stray' belongs to no argument"),
-        (["--hicache-size", "30"], "--hicache-size is refused for DeepSeek-V4"),
-        (["--page-size=64"], "--page-size 64: DeepSeek-V4 has pages of 256 tokens"),
-        (["--port", "1"], "--port is said elsewhere: set port"),
-        (["--tensor-parallel-size=2"], "set ranks"),
     ],
 )
 def test_arguments_that_the_release_would_refuse(extra: list[str], said: str) -> None:
@@ -156,10 +144,7 @@ def test_releases_that_the_hooks_were_not_verified_on(monkeypatch: pytest.Monkey
     assert "--disable-overlap-schedule" in text
 
 
-def test_a_model_must_be_named() -> None:
-    assert "sglang.model is not set" in _refusal(_with(model=""))
-
-
+ONE = "[[engines]]\nname = 'one'\nrole = 'single'\nadapter = 'sglang'\n"
 PAIR = """
 [[engines]]
 name = "p"
@@ -181,6 +166,54 @@ def _problems(**changes: str) -> str:
     except ConfigError as error:
         return str(error)
     return ""
+
+
+_FP4 = "--enable-deepseek-v4-fp4-indexer"
+
+
+@pytest.mark.parametrize(
+    ("lines", "problem"),
+    [
+        ("survive = true", "survive: expected false: a server of SGLang ends with its control plane"),
+        ("sglang.model = ''", 'sglang.model: expected a folder with a model, or its Hugging Face name, found ""'),
+        ("sglang.python = ''", """sglang.python: expected the interpreter of SGLang's environment, found \"\""""),
+        ("sglang.env = {'A=B' = 'c'}", "sglang.env: expected names of environment variables, found 'A=B'"),
+        (
+            f"sglang.index_k_dtype = 'bf16'\nsglang.extra_args = ['{_FP4}']",
+            f"sglang.extra_args: {_FP4} and index_k_dtype bf16 exclude each other",
+        ),
+        (
+            "sglang.extra_args = ['stray', '--device']",
+            "sglang.extra_args[0]: 'stray' belongs to no argument: an argument begins with --",
+        ),
+        (
+            "sglang.extra_args = ['--device', 'cpu', '--hicache-size', '30']",
+            (
+                "sglang.extra_args[2]: --hicache-size is refused for DeepSeek-V4, whose pools differ in size: "
+                "set hicache.ratio"
+            ),
+        ),
+        (
+            "sglang.extra_args = ['--page-size=64']",
+            "sglang.extra_args[0]: --page-size 64: DeepSeek-V4 has pages of 256 tokens",
+        ),
+        ("sglang.extra_args = ['--port', '1']", "sglang.extra_args[0]: --port is said elsewhere: set port"),
+        (
+            "sglang.extra_args = ['--tensor-parallel-size=2']",
+            "sglang.extra_args[0]: --tensor-parallel-size is said elsewhere: set ranks",
+        ),
+    ],
+)
+def test_what_no_machine_and_no_release_could_serve(lines: str, problem: str) -> None:
+    model = "" if "sglang.model" in lines else "sglang.model = 'm'\n"
+    with pytest.raises(ConfigError) as caught:
+        parse(f"{ONE}{model}{lines}", "f.toml", installed.facts())
+    assert str(caught.value) == f"f.toml: engines[0].{problem}"
+
+
+def test_what_only_some_release_could_refuse_is_a_good_file() -> None:
+    extra = f"sglang.extra_args = ['--device', 'cpu', '--page-size', '256', '{_FP4}', '--zzz']"
+    parse(f"{ONE}sglang.model = 'm'\n{extra}", "f.toml", installed.facts())
 
 
 def test_both_sides_must_agree() -> None:
