@@ -1,20 +1,20 @@
 """Page digests of one rank: taken when a page was computed, kept with its device and its host copy, checked at the end.
 
-`sealed[b, p]` is what buffer b of device page p has to be, `on_host` the same for host pages. Both lie on the device
-and change in stream order only: no call here waits for the device. A buffer is one (pool, layer) of the pools that a
-prefix is shared and sent by.
+What pages have to be lies on the device and changes in stream order only: no call here waits for the device. A buffer
+is one (pool, layer) of everything that a room is sent by.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
 from contextlib import nullcontext
 from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 
-from dsv4ctl.engine_adapters.sglang.geometry import Pools
+from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
 from dsv4ctl.engine_adapters.sglang.loads import Event
 from dsv4ctl.kernels import ops
 from dsv4ctl.kernels.buffers import PageBuffers
@@ -23,7 +23,7 @@ from dsv4ctl.kernels.digest import Digests
 
 @dataclass(eq=False)
 class Fetched:
-    """Values on their way to the host: uint64 [buffers, pages]."""
+    """Values on their way to the host, as uint64."""
 
     _values: torch.Tensor
     _event: Event | None
@@ -51,58 +51,113 @@ def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
     return Fetched(host, event, read)
 
 
-class PageDigests:
-    def __init__(self, pools: Pools, host_pages: int) -> None:
-        self._page_tokens = pools.page_tokens
-        self._pools = [PageBuffers(buffers) for _, buffers in pools.full.values()]
-        self.names = [(pool, layer) for pool, (layers, _) in pools.full.items() for layer in layers]
-        self._device = self._pools[0].device
-        shape = (len(self.names), pools.pages(pools.full))
-        self.sealed = torch.zeros(shape, dtype=torch.int64, device=self._device)
-        self.on_host = torch.zeros((shape[0], host_pages), dtype=torch.int64, device=self._device)
-        self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        self.compute(torch.zeros(1, dtype=torch.int64, device=self._device))  # compiled now, not under a request
+class Expected(NamedTuple):
+    """What pages of one space have to be once a load is in place: int64 [n], int64 [buffers, n]."""
 
-    def pages(self, indices: torch.Tensor) -> torch.Tensor:
-        """Page numbers, on the device, of token indices that begin with a page."""
-        pages = indices[:: self._page_tokens] // self._page_tokens
-        return pages.to(self._device, torch.int64, non_blocking=True)
+    space: str
+    pages: torch.Tensor
+    values: torch.Tensor
+
+
+class _Space:
+    """The buffers of one space. `sealed[b, p]` is what buffer b of page p has to be, `on_host` the same on the host."""
+
+    def __init__(self, group: Group, pages: int, host_pages: int) -> None:
+        self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
+        self._pools = [PageBuffers(buffers) for _, buffers in group.values()]
+        self.device = self._pools[0].device
+        self.sealed = torch.zeros((len(self.names), pages), dtype=torch.int64, device=self.device)
+        self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
+        self.compute(torch.zeros(1, dtype=torch.int64, device=self.device))  # compiled now, not under a request
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
         return torch.cat([ops.digest_buffers(pool, pages) for pool in self._pools])
 
-    def landed(self, page_numbers: Sequence[int]) -> Fetched:
-        """Starts to compute what landed in these pages, beside every forward: the peer wrote them, no stream here."""
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
-            pages = torch.tensor(page_numbers, dtype=torch.int64).to(self._device, non_blocking=True)
-            return fetch(self.compute(pages))
 
-    def seal(self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int]) -> None:
+_Reading = Callable[[_Space, torch.Tensor], torch.Tensor]
+
+
+class PageDigests:
+    """`host_pages`: of each space that has any."""
+
+    def __init__(self, pools: Pools, host_pages: Mapping[str, int]) -> None:
+        self._page_tokens = {"full": pools.page_tokens, "swa": pools.window_page_tokens}
+        self._to_window = pools.to_window
+        self.spaces = {
+            space: _Space(group, pools.pages(space), host_pages.get(space, 0))
+            for space, group in pools.groups.items()
+            if group
+        }
+        self._device = self.spaces["full"].device
+        self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+
+    def pages(self, space: str, indices: torch.Tensor) -> torch.Tensor:
+        """Page numbers, on the device, of token indices that begin with a page."""
+        pages = indices[:: self._page_tokens[space]] // self._page_tokens[space]
+        return pages.to(self._device, torch.int64, non_blocking=True)
+
+    def landed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
+        """Starts to compute what landed in these pages: the peer wrote them, no stream here."""
+        return self._fetch(pages, lambda space, numbers: space.compute(numbers))
+
+    def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
+        """Starts to read what these pages were when they were sealed: the forward that wrote them has ended."""
+        return self._fetch(pages, lambda space, numbers: space.sealed[:, numbers])
+
+    def _fetch(self, pages: Mapping[str, Sequence[int]], read: _Reading) -> Fetched:
+        """[buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it."""
+        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+            found = [
+                read(space, torch.tensor(pages.get(name, ()), dtype=torch.int64).to(self._device, non_blocking=True))
+                for name, space in self.spaces.items()
+            ]
+            return fetch(torch.cat([values.reshape(-1) for values in found]))
+
+    def seal(
+        self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None
+    ) -> None:
         """A forward wrote `lengths[i]` tokens of request i behind `prefixes[i]`; `locations` of all, one after another.
 
-        A page is sealed anew with every part of it.
+        `slots`: each request's own page, if it has one. A page is sealed anew with every part of it.
         """
-        firsts = torch.tensor(_firsts(prefixes, lengths, self._page_tokens), dtype=torch.int64)
-        pages = locations[firsts.to(locations.device, non_blocking=True)] // self._page_tokens
-        self.sealed[:, pages] = self.compute(pages)
+        firsts = torch.tensor(_firsts(prefixes, lengths, self._page_tokens["full"]), dtype=torch.int64)
+        tokens = locations[firsts.to(locations.device, non_blocking=True)]
+        self._seal("full", tokens // self._page_tokens["full"])
+        # A page that has left its window by now is SGLang's page 0, which nobody reads.
+        self._seal("swa", self._to_window(tokens).clamp(min=0) // self._page_tokens["swa"])
+        if slots is not None:
+            self._seal("state", slots)
 
-    def backed_up(self, device: torch.Tensor, host: torch.Tensor) -> None:
-        self.on_host[:, host] = self.sealed[:, device]
+    def _seal(self, name: str, pages: torch.Tensor) -> None:
+        space = self.spaces.get(name)
+        if space is not None:
+            pages = pages.to(torch.int64)
+            space.sealed[:, pages] = space.compute(pages)
 
-    def loaded(self, host: torch.Tensor, device: torch.Tensor) -> torch.Tensor:
-        """What the pages will have to be once the load is in place: int64 [buffers, n], a copy."""
-        expected = self.on_host[:, host]
-        self.sealed[:, device] = expected
-        return expected
+    def backed_up(self, space: str, device: torch.Tensor, host: torch.Tensor) -> None:
+        self.spaces[space].on_host[:, host] = self.spaces[space].sealed[:, device]
 
-    def differences(self, pages: torch.Tensor, expected: Sequence[torch.Tensor]) -> torch.Tensor:
-        """How many of the pages' buffers are not as expected (parts of int64 [buffers, n], in order): int64 [1]."""
-        return (self.compute(pages) != torch.cat(list(expected), dim=1)).sum().reshape(1)
+    def loaded(self, space: str, host: torch.Tensor, device: torch.Tensor) -> Expected:
+        """What the pages will have to be once the load is in place, a copy."""
+        values = self.spaces[space].on_host[:, host]
+        self.spaces[space].sealed[:, device] = values
+        return Expected(space, device, values)
 
-    def mismatches(self, found: Digests, sealed: Digests) -> list[tuple[str, int, int]]:
-        """(pool, layer, logical page) of every difference."""
-        return [(*self.names[buffer], int(page)) for buffer, page in np.argwhere(found != sealed)]
+    def differences(self, expected: Sequence[Expected]) -> torch.Tensor:
+        """How many of the pages' buffers are not as expected: int64 [1]."""
+        counts = [(self.spaces[space].compute(pages) != values).sum() for space, pages, values in expected]
+        return torch.stack(counts).sum().reshape(1)
+
+    def mismatches(self, found: Digests, sealed: Digests, pages: Mapping[str, int]) -> list[tuple[str, int, int]]:
+        """(pool, layer, logical page) of every difference; `pages`: how many of each space."""
+        places = [
+            (pool, layer, page)
+            for name, space in self.spaces.items()
+            for pool, layer in space.names
+            for page in range(pages.get(name, 0))
+        ]
+        return [places[at] for at in np.flatnonzero(found != sealed)]
 
 
 def _firsts(prefixes: Sequence[int], lengths: Sequence[int], page_tokens: int) -> list[int]:

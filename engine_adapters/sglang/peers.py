@@ -37,16 +37,16 @@ class Ack(msgspec.Struct, tag=True, frozen=True):
 
 
 class Digests(msgspec.Struct, tag=True, frozen=True):
-    """What the pages that `incarnation` wrote were when they were sealed: `rows`, pages in logical order."""
+    """What the pages that `incarnation` wrote were when they were sealed."""
 
     key: RoomKey
     incarnation: str
-    buffers: int
-    values: bytes  #: uint64, little-endian
+    pages: dict[str, int]  #: how many of each space
+    values: bytes  #: uint64 [buffers, pages] of each space one after another, pages in logical order, little-endian
 
-    def rows(self) -> npt.NDArray[np.uint64]:
-        """uint64 [buffers, pages]. Raises ValueError if the bytes make no such array."""
-        return np.frombuffer(self.values, dtype="<u8").reshape(self.buffers, -1)
+    def flat(self) -> npt.NDArray[np.uint64]:
+        """Raises ValueError if the bytes make no such numbers."""
+        return np.frombuffer(self.values, dtype="<u8")
 
 
 ToDecode = Ack | Digests

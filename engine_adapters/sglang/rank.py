@@ -108,7 +108,7 @@ class Rank:
     def _make_digests(self) -> PageDigests | None:
         if not self.integrity.compares_digests():
             return None
-        return PageDigests(self.pools, self._host_pages().get("full", 0))
+        return PageDigests(self.pools, self._host_pages())
 
     def _host_pages(self) -> dict[str, int]:
         controller = getattr(self.scheduler.tree_cache, "cache_controller", None)

@@ -7,7 +7,8 @@ a record and has failed is held: its pages, its metadata slot and its place in S
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterable
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
@@ -32,12 +33,15 @@ class Room:
     opening: OpenRoom
     dropped: bool = False  #: aborting: nothing new is begun for it
     forwards: int = 0  #: forwards counted with the agent
-    destination: tuple[int, ...] = ()  #: pages that writers were told, in logical order
+    #: On a decode rank: pages that writers were told, in logical order, by space.
+    destination: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    #: On a prefill rank: pages that were queued to be sent, in logical order, by space.
+    source: dict[str, tuple[int, ...]] = field(default_factory=dict)
     infos: dict[str, Any] = field(default_factory=dict)  #: on a prefill rank: SGLang's record of each destination
-    first_page: int = 0  #: of the prompt: those before it are the decode rank's own
     exposed: bool = False
     verified: bool = False
     writers: dict[str, str] = field(default_factory=dict)  #: on a decode rank: incarnation -> endpoint
+    bytes_by_pool: Counter[str] = field(default_factory=Counter)  #: of `source`
     waits: list[Event] = field(default_factory=list)  #: on a prefill rank: forwards that still write its pages
     sealed: Fetched | None = None  #: on a prefill rank: what its pages were when they were computed
     told: dict[str, Digests] = field(default_factory=dict)  #: on a decode rank: what each writer's pages were
@@ -98,7 +102,7 @@ class Rooms:
                 self._aborts.pop(key.room, None)
 
     def quarantine(self, key: RoomKey) -> dict[str, int]:
-        return {"full": len(self._rooms[key.room].destination)}
+        return _held(self._rooms[key.room])
 
     def query(self, what: str) -> Any:
         return self._query(what)
@@ -118,7 +122,7 @@ class Rooms:
         return room in self._rooms
 
     def held_pages(self) -> int:
-        return sum(len(room.destination) for room in list(self._rooms.values()) if room.dropped)
+        return sum(sum(_held(room).values()) for room in list(self._rooms.values()) if room.dropped)
 
     def fail(self, room: int, reason: str, source: AbortSource = AbortSource.ENGINE_FAULT) -> None:
         found = self._rooms.get(room)
@@ -163,11 +167,11 @@ class Rooms:
             self.apply(room, lambda half, peer=peer: half.landed(peer))  # type: ignore[misc]
         self.apply(room, Reader.verified)
 
-    def expose(self, room: Room, endpoints: Iterable[str], pages: Iterable[int]) -> bool:
+    def expose(self, room: Room, endpoints: Iterable[str], pages: Mapping[str, tuple[int, ...]]) -> bool:
         """The writers are about to be told where to write. False if the room is over."""
         room.writers = dict(zip(room.opening.peers, endpoints, strict=False))
         self._endpoints |= room.writers
-        room.destination = tuple(map(int, pages))
+        room.destination = dict(pages)
         room.exposed = self.apply(room, Reader.expose)
         return room.exposed
 
@@ -197,10 +201,11 @@ class Rooms:
         sealed, key = room.sealed, room.key
         if sealed is None:
             return
+        pages = {space: len(numbers) for space, numbers in room.source.items()}
 
         def tell() -> None:
             values = sealed.get()
-            frame = Digests(key, self._incarnation, values.shape[0], values.astype("<u8").tobytes())
+            frame = Digests(key, self._incarnation, pages, values.astype("<u8").tobytes())
             for peer in room.opening.peers:
                 endpoint = self._endpoints.get(peer)
                 if endpoint is not None:
@@ -222,6 +227,13 @@ class Rooms:
             peers = room.opening.peers
             peer = peers[0] if len(peers) == 1 else peers[writer % len(peers)]
             self._agent.peer_ack(room.key, peer, Quiet.QUIET)
+
+    def queued(self, room: Room, pages: Mapping[str, tuple[int, ...]], byte_counts: Mapping[str, int]) -> None:
+        """A chunk with these pages of each space waits to be sent: so many bytes of each pool."""
+        for space, numbers in pages.items():
+            room.source[space] = room.source.get(space, ()) + numbers
+        room.bytes_by_pool.update(byte_counts)
+        self._agent.note(room.key, bytes_by_pool=dict(room.bytes_by_pool))
 
     def note(self, room: Room, **detail: Any) -> None:
         self._agent.note(room.key, **detail)
@@ -268,3 +280,8 @@ class Rooms:
             return
         frame = [b"ABORT", str(room.key.room).encode(), *self.address]
         self._outbox.send(endpoint, with_trailer(frame, Trailer(self._incarnation, room.key.generation)))
+
+
+def _held(room: Room) -> dict[str, int]:
+    """Pages that other rooms could have, by space: a request's own page of states is no such page."""
+    return {space: len(pages) for space, pages in room.destination.items() if space != "state"}

@@ -34,16 +34,16 @@ from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
 from sglang.srt.managers.scheduler_components import request_receiver  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
-from dsv4ctl.controlplane.link.wire import Fenced, OpenRoom, Role  # noqa: E402
+from dsv4ctl.controlplane.link.wire import Fenced, OpenRoom, Role, RoomReport  # noqa: E402
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.controlplane.tickets.types import LoadKind  # noqa: E402
-from dsv4ctl.engine_adapters.sglang import install, peers, rank, verify  # noqa: E402
-from dsv4ctl.engine_adapters.sglang.digests import fetch  # noqa: E402
+from dsv4ctl.engine_adapters.sglang import geometry, install, peers, rank, verify  # noqa: E402
+from dsv4ctl.engine_adapters.sglang.digests import Expected, fetch  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, rooms_prefill, sender  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.loads import Copy  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
-from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, buffers, chunk, tokens  # noqa: E402
+from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, chunk, tokens  # noqa: E402
 
 CHECKS: dict[str, Callable[[bool], None]] = {}
 #: Checks that have no meaning without hooks.
@@ -443,7 +443,7 @@ def nothing_is_kept_of_a_fenced_peer(_: bool) -> None:
         if role is Role.PREFILL:
             made.rank.rooms.heard(PEER, endpoint)
         else:
-            made.rank.rooms.expose(made.rank.rooms.find(7), [endpoint, "tcp://127.0.0.1:10"], [5])
+            made.rank.rooms.expose(made.rank.rooms.find(7), [endpoint, "tcp://127.0.0.1:10"], {"full": (5,)})
         made.rank.outbox.send(endpoint, [b"frame"])
         made.rank._on_frame(Fenced(PEER))
         made.rank.rooms.tick()
@@ -602,7 +602,7 @@ def _exposed(made: World) -> RoomKey:
     key = made.open()
     room = made.rank.rooms.find(7)
     assert room is not None
-    assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], [5, 6])
+    assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], {"full": (5, 6)})
     return key
 
 
@@ -739,6 +739,24 @@ def fresh_room_finds_no_cached_prefix(hooked: bool) -> None:
 # ---- digests ---------------------------------------------------------------------------------------------------
 
 
+#: Pages of a decode rank that a room of two pages lands in: of the prefix, of the window, of the request's states.
+LANDING = {"full": (5, 6), "swa": (8, 9), "state": (2,)}
+#: Buffers by space: two layers of ratio 4 and one of ratio 128, of c4, index-K and c128; four of the window and two of
+#: each state at its end; one of c128's states.
+COUNTS = {"full": 5, "swa": 8, "state": 1}
+COMPARED = sum(len(pages) * COUNTS[space] for space, pages in LANDING.items())
+
+
+def _buffers(made: World) -> list[tuple[tuple[str, str, int], torch.Tensor]]:
+    """((space, pool, layer), buffer [pages, bytes]) of everything that a room is sent by."""
+    return [
+        ((space, name, layer), buffer.view(torch.uint8))
+        for space, group in made.rank.pools.groups.items()
+        for name, (layers, found) in group.items()
+        for layer, buffer in zip(layers, found, strict=True)
+    ]
+
+
 class _Pair:
     """A prompt of two pages, cached on the host of a prefill rank, sent to a decode rank during its load."""
 
@@ -761,7 +779,7 @@ class _Pair:
         key = self.decode.open(peers=("me",))
         room = self.decode.rank.rooms.find(7)
         assert room is not None
-        self.decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], [5, 6])
+        self.decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], LANDING)
         self._arrive(sent)
         self.queue = _transfer_queue(self.decode, KVPoll.Success)
         self.key = key
@@ -772,22 +790,18 @@ class _Pair:
         prefill.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
         frames = _acks(prefill)
         prefill.rank.outbox.call = lambda function: function()
-        prefill.scheduler.req_to_token_pool.req_to_token[0, : 2 * PAGE] = tokens(*pages)
-        request = SimpleNamespace(bootstrap_room=7, req_pool_idx=0, origin_input_ids=list(range(PAGE + 40)))
-        sender._seal(prefill.rank, prefill.scheduler, request)
-        sender.Chunks(Queue(chunk(7, *pages, last=True)), Manager(), prefill.rank).get()
-        self.read = {
-            (name, layer): buffer[list(pages)].clone()
-            for layer in range(LAYERS)
-            for name, buffer in buffers(prefill.kvcache, layer)
-        }
+        queue = Queue()
+        chunks = sender.Chunks(queue, Manager(), prefill.rank)
+        queue.put(chunk(7, *pages, last=True))
+        chunks.get()
+        read = {"full": list(pages), "swa": list(pages), "state": [1]}
+        self.read = {place: buffer[read[place[0]]].clone() for place, buffer in _buffers(prefill)}
         prefill.device.run()
         return [frame for _, frame in frames if isinstance(frame, peers.Digests)]
 
     def _arrive(self, frames: list[Any]) -> None:
-        for layer in range(LAYERS):
-            for name, buffer in buffers(self.decode.kvcache, layer):
-                buffer[[5, 6]] = self.read[name, layer]
+        for place, buffer in _buffers(self.decode):
+            buffer[list(LANDING[place[0]])] = self.read[place]
         assert len(frames) == 1
         self.decode.rank.rooms.told_digests(frames[0])
 
@@ -795,8 +809,10 @@ class _Pair:
 def _check_again(made: World) -> None:
     """The check after the load, whose kernels ran here when they were launched and not in the order of streams."""
     (check,) = made.rank.copies._checks
-    pages, *expected = check._read
-    made.rank.copies._checks[:] = [fetch(made.rank.digests.differences(pages, expected))]
+    read = iter(check._read)
+    spaces = ["full", "swa"][: len(check._read) // 2]
+    expected = [Expected(space, *pair) for space, pair in zip(spaces, zip(read, read, strict=True), strict=True)]
+    made.rank.copies._checks[:] = [fetch(made.rank.digests.differences(expected))]
     made.rank.step()
 
 
@@ -805,7 +821,7 @@ def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
     pair = _Pair(land_first=True)
     _turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
-    assert pair.decode.rank.counters["digests_compared"] == 2 * 5
+    assert pair.decode.rank.counters["digests_compared"] == COMPARED
     assert pair.decode.rank.counters["digest_mismatches"] == 0
     _check_again(pair.prefill)
     assert pair.prefill.rank.counters["load_mismatches"] == 0
@@ -816,11 +832,76 @@ def stale_bytes_of_an_early_send_are_a_verdict(_: bool) -> None:
     pair = _Pair("sender_ticket")
     _turn(pair.queue)
     assert pair.decode.host.done == [], pair.decode.host.done
-    assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
+    assert pair.decode.rank.counters["digest_mismatches"] == 2 * COUNTS["full"]
     assert pair.decode.states(pair.key)[-1] is not RoomState.VERIFIED
     pair.decode.rank.agent.peer_ack(pair.key, "me", Quiet.QUIET)
     _turn(pair.queue)
     assert pair.decode.host.done == ["released", 0], pair.decode.host.done
+
+
+@check
+def state_that_did_not_arrive_is_a_verdict(hooked: bool) -> None:
+    for space, name in (("swa", "swa_kv"), ("swa", "c4_state"), ("swa", "index_state"), ("state", "c128_state")):
+        pair = _Pair(land_first=True)
+        buffer = next(buffer for place, buffer in _buffers(pair.decode) if place[:2] == (space, name))
+        buffer[LANDING[space][-1], 7] ^= 1
+        if not hooked:
+            rank._Process.rank = None
+        _turn(pair.queue)
+        assert pair.decode.host.done == [], (name, pair.decode.host.done)
+        assert pair.decode.rank.counters["digest_mismatches"] == 1
+
+
+@alone
+def window_that_a_writer_did_not_send_is_a_verdict(_: bool) -> None:
+    pair = _Pair(land_first=True)
+    room = pair.decode.rank.rooms.find(7)
+    assert room is not None
+    room.destination["swa"] = (8, 9, 10)
+    room.found = None
+    _turn(pair.queue)
+    assert pair.decode.host.done == [], pair.decode.host.done
+    assert pair.decode.rank.counters["digest_mismatches"] == 1
+
+
+@alone
+def everything_that_a_room_is_sent_by_has_digests(_: bool) -> None:
+    made = World(Role.PREFILL, (), "read")
+    pool, groups = made.kvcache, made.rank.pools.groups
+    own = getattr(pool, "get_c128_state_buf_infos", None) or pool.get_request_state_buf_infos
+    registered = {"full": pool.get_contiguous_buf_infos(), "swa": pool.get_state_buf_infos(), "state": own()}
+    for space, (addresses, _, item_bytes) in registered.items():
+        buffers = [buffer for _, found in groups[space].values() for buffer in found]
+        assert [(buffer.data_ptr(), buffer[0].nbytes) for buffer in buffers] == [
+            *zip(addresses, item_bytes, strict=True)
+        ]
+        assert len(buffers) == COUNTS[space]
+    args = SimpleNamespace()
+    utils.setup_state_kv_args(args, pool)
+    pages = {"swa": (3, 4), "state": (1,)}
+    assert geometry.state_pages(args.state_types, [[3, 4], [1]]) == pages
+    sent = [count * len(pages[space]) for space, count in zip(pages, map(sum, args.state_item_lens), strict=True)]
+    assert sum(made.rank.pools.bytes_of(pages).values()) == sum(sent)
+
+
+@check
+def room_knows_its_bytes_by_pool(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    key, queue = made.open(), Queue()
+    chunks = sender.Chunks(queue, Manager(), made.rank) if hooked else queue
+    queue.put(chunk(7, 3))
+    queue.put(chunk(7, 4, 5, last=True))
+    chunks.get()
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+        chunks.get()
+    reports = [frame.detail for frame in made.frames if isinstance(frame, RoomReport) and frame.key == key]
+    told = {name: size for detail in reports for name, size in detail.get("bytes_by_pool", {}).items()}
+    pool = made.kvcache
+    item = {name: pool.get_contiguous_buf_infos()[2][at] for name, at in (("c4_kv", 0), ("index_k", 2), ("c128_kv", 4))}
+    assert [told.get(name) for name in item] == [3 * 2 * item["c4_kv"], 3 * 2 * item["index_k"], 3 * item["c128_kv"]]
+    assert set(told) == {*item, "swa_kv", "c4_state", "index_state", "c128_state"}
+    assert told["swa_kv"] == 2 * LAYERS * pool.get_state_buf_infos()[2][0], "the window goes with the last chunk"
 
 
 @alone
@@ -828,7 +909,7 @@ def verdict_off_counts_and_goes_on(_: bool) -> None:
     pair = _Pair("sender_ticket", verdict="verdict")
     _turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
-    assert pair.decode.rank.counters["digest_mismatches"] == 2 * 5
+    assert pair.decode.rank.counters["digest_mismatches"] == 2 * COUNTS["full"]
 
 
 @alone
@@ -869,7 +950,7 @@ def digests_are_noted_behind_the_forward(_: bool) -> None:
     digests = made.rank.digests
     for name in ("backed_up", "loaded"):
         noted = getattr(digests, name)
-        setattr(digests, name, lambda *pages, noted=noted: streams.append(made.device.current) or noted(*pages))
+        setattr(digests, name, lambda *given, noted=noted: streams.append(made.device.current) or noted(*given))
     for host, device in enumerate((10, 11)):
         made.back_up(device, host)
     made.load_back()
@@ -892,9 +973,65 @@ def check_of_a_load_compares_with_what_was_noted_for_it(_: bool) -> None:
     pages = made.load_back()
     made.controller.start_loading()
     made.device.run()
-    made.rank.digests.sealed[:, list(pages)] = 0  # their next owner's
+    made.rank.digests.spaces["full"].sealed[:, list(pages)] = 0  # their next owner's
     _check_again(made)
     assert made.rank.counters["load_mismatches"] == 0
+
+
+def _window_load(made: World, device_page: int) -> None:
+    """Page 7 of the window, backed up to host page 3, is loaded into another page."""
+    from sglang.srt.mem_cache.hicache_storage import PoolName, PoolTransfer
+    from sglang.srt.mem_cache.hybrid_cache.hybrid_cache_controller import CacheOperation
+
+    def operation(page: int) -> Any:
+        window = PoolTransfer(name=PoolName.SWA, host_indices=tokens(3), device_indices=tokens(page))
+        return CacheOperation(tokens(), tokens(), 1, pool_transfers=[window])
+
+    for page, queued, start in (
+        (7, made.controller.write_queue, made.controller.start_writing),
+        (device_page, made.controller.load_queue, made.controller.start_loading),
+    ):
+        queued.append(operation(page))
+        start()
+        made.device.run()
+
+
+@alone
+def window_that_a_load_did_not_fill_is_seen(_: bool) -> None:
+    for page, differences in ((7, 0), (9, COUNTS["swa"])):
+        made = World(Role.SINGLE, (), "read")
+        made.compute(7, 9)
+        _window_load(made, page)
+        (check,) = made.rank.copies._checks
+        expected = Expected("swa", *check._read)
+        made.rank.copies._checks[:] = [fetch(made.rank.digests.differences([expected]))]
+        made.rank.step()
+        assert made.rank.counters["load_mismatches"] == differences
+
+
+@alone
+def page_that_a_decoded_token_fills_is_sealed(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.scheduler.tp_worker = worker = object()
+    batch = SimpleNamespace(
+        forward_mode=SimpleNamespace(is_extend=lambda: False, is_decode=lambda: True),
+        out_cache_loc=torch.tensor([PAGE * 4 - 1, PAGE * 6 + 10]),
+        seq_lens_cpu=torch.tensor([2 * PAGE, PAGE + 11]),
+    )
+    life.forward(lambda *args: None, worker, batch)
+    sealed = made.rank.digests.spaces["full"].sealed[0]
+    assert [page for page in range(16) if sealed[page]] == [3]
+
+
+@alone
+def without_overlap_digests_are_noted_where_forwards_run(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.scheduler.enable_overlap = False
+    streams: list[Any] = []
+    noted = made.rank.digests.backed_up
+    made.rank.digests.backed_up = lambda *given: streams.append(made.device.current) or noted(*given)
+    made.back_up(10, 0)
+    assert streams == [made.device.streams[0]]
 
 
 @alone
@@ -921,7 +1058,7 @@ def what_a_check_reads_lives_until_the_stream_of_the_load_has_read_it(_: bool) -
     pages = made.load_back()
     made.controller.start_loading()
     (check,) = made.rank.copies._checks
-    noted = made.rank.digests.sealed[:, list(pages)]
+    noted = made.rank.digests.spaces["full"].sealed[:, list(pages)]
     assert [read.tolist() for read in check._read] == [list(pages), noted.tolist()]
 
 
@@ -931,9 +1068,12 @@ def pages_of_a_forward_begin_at_page_boundaries(_: bool) -> None:
     # One request goes on inside page 3 and into page 4, the next begins page 9 and ends inside it.
     locations = torch.cat([tokens(3)[40:], tokens(4)[:10], tokens(9)[:20]])
     assert made.rank.digests is not None
-    made.rank.digests.seal(locations, [40, 0], [PAGE - 40 + 10, 20])
-    written = [page for page in range(16) if made.rank.digests.sealed[0, page]]
-    assert written == [3, 4, 9], written
+    made.rank.digests.seal(locations, [40, 0], [PAGE - 40 + 10, 20], torch.tensor([1, 2]))
+    written = {
+        space: [page for page in range(found.sealed.shape[1]) if found.sealed[0, page]]
+        for space, found in made.rank.digests.spaces.items()
+    }
+    assert written == {"full": [3, 4, 9], "swa": [3, 4, 9], "state": [1, 2]}, written
 
 
 @alone

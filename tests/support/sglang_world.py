@@ -10,6 +10,7 @@ from typing import Any
 
 import numpy as np
 import torch
+from sglang.srt.disaggregation.base.conn import StateType
 from sglang.srt.managers import cache_controller
 from sglang.srt.mem_cache import deepseek_v4_memory_pool as pools
 from sglang.srt.mem_cache import unified_radix_cache
@@ -29,6 +30,8 @@ RATIOS = [0, 4, 128, 4]
 LAYERS = len(RATIOS)
 HOST_PAGES = 8
 PEER = "peer-1"
+#: Of the components of a DeepSeek-V4 pool's state: the window and its states, a request's own.
+STATE_TYPES = [StateType.SWA, getattr(StateType, "C128_STATE", None) or StateType.DSV4_REQUEST_STATE]
 
 
 #: The module that newer releases' controllers copy with.
@@ -47,12 +50,12 @@ def make_pool() -> Any:
     for name in ("get_server_args", "get_exec", "get_spec", "get_platform"):
         if hasattr(pools, name):
             setattr(pools, name, lambda: settings)
-    return pools.DeepSeekV4TokenToKVPool(
+    pool = pools.DeepSeekV4TokenToKVPool(
         max_num_reqs=4,
         swa_size=16 * PAGE,
         c4_size=16 * PAGE // 4,
         c128_size=16 * PAGE // 128,
-        c4_state_pool_size=64,
+        c4_state_pool_size=16 * 8,
         c128_state_pool_size=1024,
         page_size=PAGE,
         swa_page_size=PAGE,
@@ -69,10 +72,12 @@ def make_pool() -> Any:
         start_layer=0,
         end_layer=LAYERS,
     )
+    pool.register_mapping(torch.arange(17 * PAGE))  # a token has the same place in both
+    return pool
 
 
 def tokens(*page_numbers: int) -> torch.Tensor:
-    return torch.cat([torch.arange(PAGE) + PAGE * page for page in page_numbers])
+    return torch.cat([torch.empty(0, dtype=torch.int64), *(torch.arange(PAGE) + PAGE * page for page in page_numbers)])
 
 
 def buffers(kvcache: Any, layer: int) -> list[tuple[str, torch.Tensor]]:
@@ -89,7 +94,7 @@ class HostPools:
 
     def __init__(self, device: Device) -> None:
         pool = SimpleNamespace(size=HOST_PAGES * PAGE, page_size=PAGE)
-        self.entry_map = {PoolName.KV: SimpleNamespace(host_pool=pool), PoolName.SWA: SimpleNamespace(host_pool=pool)}
+        self.entry_map = {PoolName.KV: SimpleNamespace(host_pool=pool), PoolName.SWA: self._window()}
         self.layout = "layer_first"
         self.size_per_token = 1
         # As newer releases call it: one group's anchor, whose pool is told the physical indices.
@@ -101,6 +106,18 @@ class HostPools:
         self.done: list[Any] = []
         self._device = device
         self._bytes: dict[tuple[str, int], torch.Tensor] = {}
+
+    @staticmethod
+    def _window() -> Any:
+        """The window's entry: nothing is copied for it."""
+        pool = SimpleNamespace(
+            size=HOST_PAGES * PAGE,
+            page_size=PAGE,
+            size_per_token=1,
+            prepare_transfer_indices=lambda host, device, backend: (host, device),
+            backup_from_device_all_layer_physical=lambda *args: None,
+        )
+        return SimpleNamespace(host_pool=pool, layer_mapper=lambda layer: None, packed_draft_device_pools=())
 
     def load_to_device_per_layer(
         self, kvcache: Any, host: torch.Tensor, device: torch.Tensor, layer: int, *args: Any, **kwargs: Any
@@ -224,7 +241,7 @@ class World:
             token_to_kv_pool_allocator=SimpleNamespace(page_size=PAGE, get_kvcache=lambda: self.kvcache),
             tree_cache=self.tree,
             forward_stream=self.device.Stream(),
-            req_to_token_pool=SimpleNamespace(req_to_token=torch.zeros(1, 4 * PAGE, dtype=torch.int64)),
+            enable_overlap=True,
             waiting_queue=[],
             running_batch=None,
             last_batch=None,
@@ -233,14 +250,16 @@ class World:
     # ---- what happens to the rank ----------------------------------------------------------------------
 
     def compute(self, *page_numbers: int) -> None:
-        """A forward writes whole pages."""
-        for layer in range(LAYERS):
-            for _, buffer in buffers(self.kvcache, layer):
+        """A forward of request slot 1 writes whole pages, and their window and states."""
+        written = {"full": list(page_numbers), "swa": list(page_numbers), "state": [1]}
+        for space, group in self.rank.pools.groups.items():
+            for _, buffer in ((name, buffer) for name, (_, found) in group.items() for buffer in found):
                 view = buffer.view(torch.uint8)
-                shape = (len(page_numbers), view.shape[1])
-                view[list(page_numbers)] = torch.randint(0, 255, shape, dtype=torch.uint8)
+                shape = (len(written[space]), view.shape[1])
+                view[written[space]] = torch.randint(0, 255, shape, dtype=torch.uint8)
         if self.rank.digests is not None:
-            self.rank.digests.seal(tokens(*page_numbers), [0], [PAGE * len(page_numbers)])
+            length = PAGE * len(page_numbers)
+            self.rank.digests.seal(tokens(*page_numbers), [0], [length], torch.tensor([1]))
 
     def back_up(self, device_page: int, host_page: int) -> None:
         """SGLang's backup of one page, run to its end."""
@@ -279,6 +298,7 @@ class Manager:
         self.bootstrap_timeout = 300.0
         self.deferred_bootstrap = self._staging_ctx = None
         self.req_to_decode_prefix_len: dict[int, int] = {}
+        self.kv_args = SimpleNamespace(state_types=STATE_TYPES)
 
     def record_failure(self, room: int, reason: str) -> None:
         self.failures[room] = reason
@@ -294,9 +314,12 @@ class Manager:
 
 
 def chunk(room: int, *page_numbers: int, last: bool = False) -> Any:
-    """A chunk of the room's first generation."""
+    """A chunk of the room's first generation. The last one carries the window's pages and the state of slot 1."""
     pages = np.array(page_numbers, dtype=np.int32)
-    return SimpleNamespace(room=room, prefill_kv_indices=pages, is_last_chunk=last, dsv4ctl_key=RoomKey(room, 1))
+    states = [pages, np.array([1], dtype=np.int32)] if last else None
+    return SimpleNamespace(
+        room=room, prefill_kv_indices=pages, is_last_chunk=last, state_indices=states, dsv4ctl_key=RoomKey(room, 1)
+    )
 
 
 class Queue:

@@ -100,7 +100,6 @@ def _destination(manager: Any, here: rank.Rank, info: Any, trailer: Trailer) -> 
     manager.resolve_kv_replica_factor(infos)
     prefixes = (known.decode_prefix_len for known in infos.values())
     manager.req_to_decode_prefix_len[info.room] = next((n for n in prefixes if n is not None), 0)
-    room.first_page = manager.req_to_decode_prefix_len[info.room] // here.page_tokens
 
     def ready(half: Any) -> list[Any]:
         # Under the agent's lock: an abort comes before or after. In some releases this status undoes a failure.

@@ -8,6 +8,7 @@ from sglang.srt.runtime_context import get_parallel
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
+from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.hooks.readers import before_replay
 
 
@@ -35,14 +36,25 @@ def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
 def forward(stock: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """On the stream of the forward: what it computed is sealed behind it."""
     here = rank.here()
-    extends = here is not None and batch is not None and batch.forward_mode.is_extend()
-    if here is None or not extends or here.role is Role.DECODE:
+    if here is None or batch is None or here.role is Role.DECODE:
         return stock(worker, batch, *args, **kwargs)
-    before_replay(here)
+    if batch.forward_mode.is_extend():
+        before_replay(here)
     answer = stock(worker, batch, *args, **kwargs)
     if here.digests is not None and worker is here.scheduler.tp_worker:
-        here.digests.seal(batch.out_cache_loc, batch.prefix_lens, batch.extend_lens)
+        _seal(here.digests, batch, here.page_tokens)
     return answer
+
+
+def _seal(digests: PageDigests, batch: Any, page_tokens: int) -> None:
+    if batch.forward_mode.is_extend():
+        digests.seal(batch.out_cache_loc, batch.prefix_lens, batch.extend_lens, batch.req_pool_indices)
+    elif batch.forward_mode.is_decode():
+        # Pages that a decoded token filled are cached, and backed up, as those of a prompt are.
+        lengths = batch.seq_lens_cpu.tolist()
+        filled = [at for at, length in enumerate(lengths) if length % page_tokens == 0]
+        if filled:
+            digests.seal(batch.out_cache_loc[filled], [lengths[at] - 1 for at in filled], [1] * len(filled), None)
 
 
 def batch_result(stock: Any, scheduler: Any, batch: Any, result: Any) -> Any:

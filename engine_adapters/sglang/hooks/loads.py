@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,25 +11,34 @@ from sglang.srt.managers import cache_controller
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import PageDigests, fetch
+from dsv4ctl.engine_adapters.sglang.digests import Expected, PageDigests, fetch
 from dsv4ctl.engine_adapters.sglang.loads import Copy, PageNumbers
 
 
-def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
-    """The pages of one of SGLang's cache operations. State pools share the window's indices."""
-    sides: dict[str, dict[str, PageNumbers]] = {"device": {}, "host": {}}
-    parts = [("full", operation, here.pools.page_tokens)]
+def indices_of(operation: Any) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
+    """Token indices of one of SGLang's cache operations, device and host, by space.
+
+    The pools of states go with the window's indices.
+    """
+    parts = [("full", operation)]
     parts += [
-        ("swa", transfer, here.pools.window_page_tokens)
+        ("swa", transfer)
         for transfer in operation.pool_transfers or ()
         if str(getattr(transfer.name, "value", transfer.name)) == "swa" and transfer.indices_from_pool is None
     ]
-    for space, part, tokens in parts:
-        for side, pages in sides.items():
-            indices = getattr(part, f"{side}_indices")
-            if indices is not None and len(indices):
-                pages[space] = PageNumbers(indices, tokens)
-    return Copy(kind, sides["device"], sides["host"], operation=operation)
+    return {
+        space: (part.device_indices, part.host_indices)
+        for space, part in parts
+        if part.device_indices is not None and part.host_indices is not None and len(part.device_indices)
+    }
+
+
+def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
+    tokens = {"full": here.pools.page_tokens, "swa": here.pools.window_page_tokens}
+    found = indices_of(operation)
+    device = {space: PageNumbers(indices, tokens[space]) for space, (indices, _) in found.items()}
+    host = {space: PageNumbers(indices, tokens[space]) for space, (_, indices) in found.items()}
+    return Copy(kind, device, host, operation=operation)
 
 
 def stream_of(controller: Any, kind: LoadKind) -> Any:
@@ -44,8 +53,11 @@ def stream_of(controller: Any, kind: LoadKind) -> Any:
 def behind_forward(here: rank.Rank, *read: torch.Tensor) -> Iterator[None]:
     """Digests are noted on the forward's stream, which seals them: no other is behind the one that runs.
 
-    `read` are tensors of the current stream that are read there.
+    `read` are tensors of the current stream that are read there. Without overlap that is the forward's.
     """
+    if not here.scheduler.enable_overlap:
+        yield
+        return
     stream = here.scheduler.forward_stream
     stream.wait_stream(cache_controller.device_module.current_stream())
     for tensor in read:
@@ -77,7 +89,7 @@ def start_loading(stock: Any, controller: Any) -> Any:
         promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
         here.copies.promised(promised)
         copies += promised
-    noted = None if here.digests is None else _expected(here, here.digests, controller.load_queue)
+    noted = [] if here.digests is None else _expected(here, here.digests, controller.load_queue)
     # A reclaimed page may still be written by the forward that runs.
     stream = stream_of(controller, LoadKind.HICACHE)
     stream.wait_stream(here.scheduler.forward_stream)
@@ -86,31 +98,28 @@ def start_loading(stock: Any, controller: Any) -> Any:
             stream.wait_event(event)
     producer = stock(controller)
     check = None
-    if here.digests is not None and noted is not None:
-        pages, expected = noted
+    if here.digests is not None and noted:
+        read = [tensor for _, pages, values in noted for tensor in (pages, values)]
         with cache_controller.device_module.stream(stream):
-            check = fetch(here.digests.differences(pages, expected), pages, *expected)
+            check = fetch(here.digests.differences(noted), *read)
             # Until this event SGLang keeps the pages locked: nobody else may write them before they were compared.
             controller.ack_load_queue[-1].finish_event.record()
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer
 
 
-def _expected(
-    here: rank.Rank, digests: PageDigests, operations: Sequence[Any]
-) -> tuple[torch.Tensor, list[torch.Tensor]] | None:
-    """The device pages of these loads, and what each will have to be, in parts by load; None of none.
+def _expected(here: rank.Rank, digests: PageDigests, operations: Sequence[Any]) -> list[Expected]:
+    """The device pages of these loads, and what each will have to be.
 
-    `sealed` may say something else by the time of the comparison: it is the forward's stream that changes it.
+    What is sealed may be something else by the time of the comparison: it is the forward's stream that changes it.
     """
-    pages, expected = [], []
+    expected = []
     for operation in operations:
-        if len(operation.device_indices):
-            host, device = (digests.pages(i) for i in (operation.host_indices, operation.device_indices))
-            pages.append(device)
+        for space, indices in indices_of(operation).items():
+            device, host = (digests.pages(space, side) for side in indices)
             with behind_forward(here, host, device):
-                expected.append(digests.loaded(host, device))
-    return (torch.cat(pages), expected) if pages else None
+                expected.append(digests.loaded(space, host, device))
+    return expected
 
 
 def update_producer(stock: Any, counter: Any) -> Any:

@@ -15,6 +15,7 @@ from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.digests import Fetched, PageDigests
+from dsv4ctl.engine_adapters.sglang.geometry import state_pages
 from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
 from dsv4ctl.engine_adapters.sglang.peers import Digests, with_trailer
 from dsv4ctl.engine_adapters.sglang.rooms import Room
@@ -49,18 +50,24 @@ def socket(stock: Any, receiver_class: Any, *args: Any, **kwargs: Any) -> Any:
     return (plain if here is None else _Signed(plain, here)), lock
 
 
-def expose(stock: Any, receiver: Any, kv_indices: Any, *args: Any, **kwargs: Any) -> Any:
+def expose(
+    stock: Any, receiver: Any, kv_indices: Any, slot: Any, state_indices: Any = None, *args: Any, **kwargs: Any
+) -> Any:
     here = rank.here()
     if here is None:
-        return stock(receiver, kv_indices, *args, **kwargs)
+        return stock(receiver, kv_indices, slot, state_indices, *args, **kwargs)
     room = here.rooms.find(receiver.bootstrap_room)
     infos = receiver.bootstrap_infos or ()
     endpoints = [NetworkAddress(info["rank_ip"], info["rank_port"]).to_tcp() for info in infos]
-    if room is None or not here.rooms.expose(room, endpoints, kv_indices):
+    pages = {
+        "full": tuple(map(int, kv_indices)),
+        **state_pages(receiver.kv_mgr.kv_args.state_types, state_indices),
+    }
+    if room is None or not here.rooms.expose(room, endpoints, pages):
         receiver.kv_mgr.record_failure(receiver.bootstrap_room, "the room is aborted, or was not opened here")
         receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
         return None
-    return stock(receiver, kv_indices, *args, **kwargs)
+    return stock(receiver, kv_indices, slot, state_indices, *args, **kwargs)
 
 
 def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, *args: Any) -> Any:
@@ -117,7 +124,7 @@ def _compared(here: rank.Rank, digests: PageDigests, room: Room, landed: Fetched
     if len(room.told) < len(room.opening.peers) or not landed.ready():
         return False
     found = landed.get()
-    wrong = [difference for told in room.told.values() for difference in _differences(digests, found, told)]
+    wrong = [difference for told in room.told.values() for difference in _differences(digests, room, found, told)]
     here.counters["digests_compared"] += found.size
     if not wrong:
         return True
@@ -131,11 +138,13 @@ def _compared(here: rank.Rank, digests: PageDigests, room: Room, landed: Fetched
     return False
 
 
-def _differences(digests: PageDigests, found: Any, told: Digests) -> list[tuple[str, int, int]]:
-    sealed = told.rows()
-    if sealed.shape != found.shape:
-        return [("shape", sealed.shape[0], sealed.shape[1])]
-    return digests.mismatches(found, sealed)
+def _differences(digests: PageDigests, room: Room, found: Any, told: Digests) -> list[tuple[str, int, int]]:
+    """(pool, layer, logical page). A writer that sent more or less of a space than was awaited: of that space."""
+    sealed, here = told.flat(), {space: len(pages) for space, pages in room.destination.items()}
+    other = [space for space in here | told.pages if here.get(space, 0) != told.pages.get(space, 0)]
+    if other or sealed.size != found.size:
+        return [(space, -1, told.pages.get(space, 0)) for space in other or ["size"]]
+    return digests.mismatches(found, sealed, here)
 
 
 def hold(stock: Any, transfer_queue: Any) -> list[int]:

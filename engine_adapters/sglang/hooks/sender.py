@@ -14,7 +14,7 @@ from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.ledger import LedgerError, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import fetch
+from dsv4ctl.engine_adapters.sglang.geometry import state_pages
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 
 #: A load that has not landed by then has failed.
@@ -37,23 +37,7 @@ def send_kv_chunk(stock: Any, scheduler: Any, request: Any, *args: Any, **kwargs
     found = here.rooms.find(room)
     if running is not None and found is not None:
         found.waits.append(running)
-    if here.digests is not None and _is_last(*args, **kwargs):
-        _seal(here, scheduler, request)
     return stock(scheduler, request, *args, **kwargs)
-
-
-def _is_last(last_chunk: bool = False, end_idx: int | None = None) -> bool:
-    return last_chunk
-
-
-def _seal(here: rank.Rank, scheduler: Any, request: Any) -> None:
-    """What the pages of the whole room were when they were computed, from the first that is sent on."""
-    room = here.rooms.find(request.bootstrap_room)
-    if room is None or here.digests is None:
-        return
-    locations = scheduler.req_to_token_pool.req_to_token[request.req_pool_idx, : len(request.origin_input_ids)]
-    pages = here.digests.pages(locations)[room.first_page :]
-    room.sealed = fetch(here.digests.sealed[:, pages])
 
 
 def transfer_worker(stock: Any, manager: Any, queue: Any, *args: Any, **kwargs: Any) -> Any:
@@ -88,10 +72,20 @@ class Chunks:
         self._last: _Posted | None = None
 
     def put(self, chunk: Any) -> None:
-        """A chunk is of the generation that lives when SGLang queues it."""
+        """On the scheduler's thread. A chunk is of the generation that lives when SGLang queues it."""
         room = self._here.rooms.find(chunk.room)
         chunk.dsv4ctl_key = None if room is None else room.key
+        if room is not None:
+            pages = self._pages(chunk)
+            self._here.rooms.queued(room, pages, self._here.pools.bytes_of(pages))
+            if chunk.is_last_chunk and self._here.digests is not None:
+                room.sealed = self._here.digests.sealed(room.source)
         self._put(chunk)
+
+    def _pages(self, chunk: Any) -> dict[str, tuple[int, ...]]:
+        """What is read for this chunk, by space."""
+        states = state_pages(self._manager.kv_args.state_types, chunk.state_indices)
+        return {"full": tuple(map(int, chunk.prefill_kv_indices)), **states}
 
     def get(self) -> Any:
         if self._last is not None:
@@ -127,9 +121,8 @@ class Chunks:
         copies, gate = self._here.copies, self._here.gate
         copies.lease_loads()
         try:
-            ticket = gate.request(
-                Consumer.SENDER, [gate.extent("full", map(int, chunk.prefill_kv_indices))], room=room.key
-            )
+            extents = [gate.extent(space, pages) for space, pages in self._pages(chunk).items() if space != "state"]
+            ticket = gate.request(Consumer.SENDER, extents, room=room.key)
         except LedgerError:
             return None
         if not gate.guarded(Guard.SENDER) or self._may_read(room, ticket):
