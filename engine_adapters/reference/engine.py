@@ -31,11 +31,11 @@ from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, SpaceSpec
-from dsv4ctl.controlplane.trace.format import Rank, page
+from dsv4ctl.controlplane.trace.format import Rank
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
-from dsv4ctl.engine_adapters.evidence import stacks
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
+from dsv4ctl.engine_adapters.queries import answer, identity
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
 from dsv4ctl.engine_adapters.reference.cache import PrefixCache
 from dsv4ctl.engine_adapters.reference.decode import Decode
@@ -386,35 +386,17 @@ class Engine:
         return {space: len(pages) for space, pages in sequence.owned.items()}
 
     def query(self, what: str) -> Any:
-        if what == "stacks":
-            return stacks()
-        word, _, which = what.partition(" ")
-        if word == "trace" and (which or "0").isdecimal():
-            return page(self.gate.trace, self._trace_rank(), int(which or 0))
-        if word == "evidence":
-            return self._witness.tell(which, self.gate)
         if what == "flush":
             try:
                 self.flush()
             except BusyError as error:
                 raise ValueError(str(error)) from error
             return "flushed"
-        raise ValueError(
-            f"unknown query {what!r}: tickets, rooms, stacks, evidence [ROOM], trace [NUMBER] or flush expected"
-        )
+        return answer(what, self.gate, self._identity, self._witness.tell)
 
-    def _trace_rank(self) -> Rank:
-        return Rank(
-            engine=self._options.name,
-            rank=self._launch.rank,
-            role=self._role.value,
-            incarnation=self._launch.incarnation,
-            pid=os.getpid(),
-            layers=self.geometry.layers,
-            monotonic_ns=time.monotonic_ns(),
-            wall_ns=time.time_ns(),
-            consumers={consumer.value: where for consumer, where in self.gate.consumers.items()},
-        )
+    def _identity(self) -> Rank:
+        launch = self._launch
+        return identity(self._options.name, launch.rank, self._role, launch.incarnation, self.gate)
 
     def _load_ended(self, failed: str | None) -> None:
         if failed is not None:

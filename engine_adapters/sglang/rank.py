@@ -23,11 +23,10 @@ from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Hello, LoopStat
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
 from dsv4ctl.controlplane.trace.format import Rank as TraceRank
-from dsv4ctl.controlplane.trace.format import page
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent
-from dsv4ctl.engine_adapters.evidence import stacks, tickets_and_events
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
+from dsv4ctl.engine_adapters.queries import answer, identity
 from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.geometry import Pools
 from dsv4ctl.engine_adapters.sglang.loads import Copies
@@ -275,27 +274,10 @@ class Rank:
 
     def query(self, what: str) -> Any:
         """Raises ValueError for what it can't answer."""
-        if what == "stacks":
-            return stacks()
-        word, _, which = what.partition(" ")
-        if word == "trace" and (which or "0").isdecimal():
-            return page(self.gate.trace, self._trace_rank(), int(which or 0))
-        if word == "evidence":
-            return tickets_and_events(which, self.gate)
-        raise ValueError(f"unknown query {what!r}: tickets, rooms, stacks, evidence [ROOM] or trace [NUMBER] expected")
+        return answer(what, self.gate, self._identity)
 
-    def _trace_rank(self) -> TraceRank:
-        return TraceRank(
-            engine=str(self.launch.engine["name"]),
-            rank=self.number,
-            role=self.role.value,
-            incarnation=self.incarnation,
-            pid=os.getpid(),
-            layers=self.pools.layers,
-            monotonic_ns=time.monotonic_ns(),
-            wall_ns=time.time_ns(),
-            consumers={consumer.value: where for consumer, where in self.gate.consumers.items()},
-        )
+    def _identity(self) -> TraceRank:
+        return identity(str(self.launch.engine["name"]), self.number, self.role, self.incarnation, self.gate)
 
 
 def attach(scheduler: Any, number: int, ranks: int) -> Rank:
