@@ -205,14 +205,17 @@ class Agent:
                 self._ack(key, peer, self._bury(key))
 
     def peer_ack(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
-        """`peer` says that its writer is quiet. A late ack (older generation, ended room) is counted, no more."""
+        """`peer` says that its writer is quiet. Of a room that does not live here it is counted, no more.
+
+        Repeated: the room's last generation has ended here; a writer acks whenever it is told. Late: an older one.
+        """
         with self._lock:
             self.gate.trace.record("received", key, peer, note=f"ack:{outcome.value}")
             half = self._rooms.get(key)
             if isinstance(half, Reader):
                 self._carry_out(key, half, half.ack(peer, outcome))
             else:
-                self.counters["late_acks"] += 1
+                self.counters["repeated_acks" if self._rooms.is_over(key) else "late_acks"] += 1
 
     # ---- from the control plane ----------------------------------------------------------------------
 

@@ -68,6 +68,10 @@ class RoomTable(Generic[Half]):
         while len(self._ended) > MAX_ENDED:
             del self._ended[next(iter(self._ended))]
 
+    def is_over(self, key: RoomKey) -> bool:
+        """It ended here, as far as that is remembered, and no newer generation of it has been here since."""
+        return key.room not in self._rooms and self._ended.get(key.room, (None,))[0] == key.generation
+
     def ended(self, key: RoomKey) -> Quiet | None:
         """How the room, or a newer generation of it, ended here, if that is remembered."""
         last = self._ended.get(key.room)

@@ -229,7 +229,7 @@ class Rank:
         return sizes
 
     def _counted(self) -> dict[str, int]:
-        always = ("early_sends_held", "late_acks", "digest_mismatches", "digests_compared")
+        always = ("early_sends_held", "late_acks", "repeated_acks", "digest_mismatches", "digests_compared")
         return {
             **dict.fromkeys(always, 0),
             **self.copies.counters,

@@ -184,8 +184,14 @@ def test_a_late_ack_is_counted_and_frees_nothing(decode: SmallAgent) -> None:
     assert decode.counters["late_acks"] == 1
     assert decode.calls("release") == []
     decode.peer_ack(RoomKey(7, 2), "peer", Quiet.QUIET)
+    assert decode.counters["repeated_acks"] == 0
+    decode.peer_ack(RoomKey(7, 2), "peer", Quiet.QUIET)  # told twice, it acks twice
+    assert decode.counters["repeated_acks"] == 1
+    decode.peer_ack(KEY, "peer", Quiet.QUIET)
+    decode.open(RoomKey(7, 3))
     decode.peer_ack(RoomKey(7, 2), "peer", Quiet.QUIET)
-    assert decode.counters["late_acks"] == 2
+    decode.peer_ack(RoomKey(8, 1), "peer", Quiet.QUIET)  # of which nobody here knows
+    assert (decode.counters["late_acks"], decode.counters["repeated_acks"]) == (4, 1)
     assert decode.calls("release") == [(RoomKey(7, 2),)]
 
 
