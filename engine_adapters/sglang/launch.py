@@ -14,7 +14,9 @@ from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, check, comma
 from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
 from dsv4ctl.engine_adapters.sglang.table import EngineTable
 from dsv4ctl.engine_adapters.sglang.table import problems as table_problems
+from dsv4ctl.policies.registry import load as load_policy
 
+_STORAGE = "--hicache-storage-backend"
 _ANY_HOST = ("0.0.0.0", "::")
 
 
@@ -43,6 +45,11 @@ def launch(request: LaunchRequest) -> LaunchSpec:
         raise AdapterError(lacking)
     release = installed.sglang or ""
     _check_release(release, engine)
+    if _STORAGE in table.extra_args and load_policy("integrity", request.integrity)().compares_digests():
+        raise AdapterError(
+            f"sglang.extra_args: pages that come from {_STORAGE} have no digest, and would all fail: "
+            'leave it out, or set policies.integrity to "off"'
+        )
     try:
         check(table.extra_args, declared(installed.package), release)
     except ArgumentError as error:

@@ -28,6 +28,16 @@ _SAID_ELSEWHERE = {
     "--disaggregation-transfer-backend": "nothing: the transfer is NIXL's",
     "--config": "this file",
 }
+#: Arguments, or how some begin, with which bytes are read or written that the hooks do not see, and which.
+_UNGUARDED = {
+    "--speculative-": "a draft's pages are not restored with a prefix, and a captured verification reads with no gate",
+    "--pp-size": "the ranks of an engine are those of tensor parallelism",
+    "--pipeline-parallel-size": "the ranks of an engine are those of tensor parallelism",
+    "--dp-size": "the ranks of an engine are those of tensor parallelism",
+    "--data-parallel-size": "the ranks of an engine are those of tensor parallelism",
+    "--enable-pdmux": "a split prefill computes pages that nobody seals",
+    "--disaggregation-decode-enable-": "a captured decode reads a cached prefix with no gate",
+}
 _NAMED = {
     "python": "the interpreter of SGLang's environment",
     "model": "a folder with a model, or its Hugging Face name",
@@ -104,5 +114,7 @@ def _misplaced(extra: Sequence[str]) -> Iterator[tuple[int, str]]:
             yield at, f"{name} is refused for DeepSeek-V4, whose pools differ in size: set hicache.ratio"
         elif name in _SAID_ELSEWHERE:
             yield at, f"{name} is said elsewhere: set {_SAID_ELSEWHERE[name]}"
+        elif why := next((why for start, why in _UNGUARDED.items() if name.startswith(start)), None):
+            yield at, f"{name} is not guarded: {why}"
         elif name == "--page-size" and value != str(PAGE_TOKENS):
             yield at, f"--page-size {value}: DeepSeek-V4 has pages of {PAGE_TOKENS} tokens"

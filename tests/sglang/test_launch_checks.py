@@ -22,10 +22,10 @@ from dsv4ctl.engine_adapters.sglang.arguments import declared
 from sglang_fake import SITE, Trees
 
 
-def _launch(engine: EngineConfig) -> LaunchSpec:
+def _launch(engine: EngineConfig, integrity: str = "read") -> LaunchSpec:
     table = msgspec.to_builtins(engine)
     incarnations = tuple(f"i{rank}" for rank in range(engine.ranks))
-    return launch.launch(LaunchRequest(table, 0, "i0", "g", "/link", (), "read", "served", incarnations))
+    return launch.launch(LaunchRequest(table, 0, "i0", "g", "/link", (), integrity, "served", incarnations))
 
 
 def _refusal(engine: EngineConfig) -> str:
@@ -144,6 +144,13 @@ def test_releases_that_the_hooks_were_not_verified_on(monkeypatch: pytest.Monkey
     assert "--disable-overlap-schedule" in text
 
 
+def test_pages_of_a_storage_backend_have_no_digest() -> None:
+    extra = ["--device", "cpu", "--hicache-storage-backend", "file"]
+    assert "have no digest" in _refusal(_with(extra_args=extra))
+    with pytest.raises(AdapterError, match="has no argument --hicache-storage-backend"):  # of this small release
+        _launch(_with(extra_args=extra), integrity="off")
+
+
 ONE = "[[engines]]\nname = 'one'\nrole = 'single'\nadapter = 'sglang'\n"
 PAIR = """
 [[engines]]
@@ -196,6 +203,17 @@ _FP4 = "--enable-deepseek-v4-fp4-indexer"
         (
             "sglang.extra_args = ['--page-size=64']",
             "sglang.extra_args[0]: --page-size 64: DeepSeek-V4 has pages of 256 tokens",
+        ),
+        (
+            "sglang.extra_args = ['--speculative-algorithm', 'EAGLE']",
+            (
+                "sglang.extra_args[0]: --speculative-algorithm is not guarded: a draft's pages are not restored with a "
+                "prefix, and a captured verification reads with no gate"
+            ),
+        ),
+        (
+            "sglang.extra_args = ['--device', 'cpu', '--pp-size=2']",
+            ("sglang.extra_args[2]: --pp-size is not guarded: the ranks of an engine are those of tensor parallelism"),
         ),
         ("sglang.extra_args = ['--port', '1']", "sglang.extra_args[0]: --port is said elsewhere: set port"),
         (

@@ -1088,6 +1088,16 @@ def ranks_exchange_with_those_of_equal_parts(_: bool) -> None:
 
 
 @alone
+def speculation_ends_the_process(_: bool) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    scheduler = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE"))
+    with contextlib.suppress(SystemExit):
+        life.attach(lambda _: None, scheduler)
+        raise AssertionError("a rank with a draft model is attached")
+
+
+@alone
 def a_missing_hook_is_named(_: bool) -> None:
     target = "sglang.srt.managers.scheduler.Scheduler.run_batch"
     present = sglang_scheduler.Scheduler.run_batch

@@ -10,9 +10,12 @@ from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.hooks.readers import before_replay
+from dsv4ctl.engine_adapters.sglang.install import refuse
 
 
 def attach(stock: Any, scheduler: Any) -> Any:
+    if not scheduler.spec_algorithm.is_none():
+        refuse("speculative decoding is not guarded: a draft's pages are not restored with a prefix")
     parallel = get_parallel()
     rank.attach(scheduler, int(parallel.tp_rank), int(parallel.tp_size))
     return stock(scheduler)
