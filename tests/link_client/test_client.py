@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,56 +13,9 @@ import pytest
 
 from dsv4ctl.controlplane.link import client as client_module
 from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
-from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
-from dsv4ctl.controlplane.link.wire import (
-    WIRE_VERSION,
-    Fenced,
-    Geometry,
-    Hello,
-    Received,
-    Refused,
-    Role,
-    SetGuards,
-    ToControlPlane,
-    Welcome,
-)
-
-LIMIT = 20.0
-HELLO = Hello(
-    WIRE_VERSION, "decode0", Role.DECODE, 0, 1, "D-1", 1, "http://127.0.0.1:1", 0,
-    Geometry(256, 3, "bf16", 4096, (), {}, "seed 0"),
-)  # fmt: skip
-
-
-class ControlPlane:
-    """One accepted connection; `read` gives the frames that arrived."""
-
-    def __init__(self, path: Path) -> None:
-        self.path = str(path)
-        self._listener = socket.socket(socket.AF_UNIX)
-        self._listener.bind(self.path)
-        self._listener.listen()
-        self._decoder: Decoder[ToControlPlane] = Decoder(ToControlPlane)
-        self._frames: list[Any] = []
-
-    def accept(self, *answers: bytes) -> None:
-        self.peer, _ = self._listener.accept()
-        self.peer.settimeout(LIMIT)
-        assert self.read() == HELLO
-        self.peer.sendall(b"".join(answers))
-
-    def read(self) -> Any:
-        while not self._frames:
-            data = self.peer.recv(65536)
-            if not data:
-                return None
-            self._frames += self._decoder.feed(data)
-        return self._frames.pop(0)
-
-    def close(self) -> None:
-        self._listener.close()
-        if hasattr(self, "peer"):
-            self.peer.close()
+from dsv4ctl.controlplane.link.codec import Decoder, FrameError
+from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Received, Refused, SetGuards, Welcome
+from link_plane import HELLO, LIMIT, ControlPlane
 
 
 class Rank:
@@ -89,9 +41,9 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     found.close()
 
 
-def connected(plane: ControlPlane, *early: bytes, on_frame: Callable[[Any], None] | None = None) -> Rank:
+def connected(plane: ControlPlane, *early: msgspec.Struct, on_frame: Callable[[Any], None] | None = None) -> Rank:
     rank = Rank(plane.path, on_frame)
-    thread = threading.Thread(target=plane.accept, args=(encode(Welcome(WIRE_VERSION, 0.5)), *early))
+    thread = threading.Thread(target=plane.accept, args=(Welcome(WIRE_VERSION, 0.5), *early))
     thread.start()
     assert rank.client.connect(HELLO, LIMIT).progress_interval == 0.5
     thread.join(LIMIT)
@@ -100,8 +52,8 @@ def connected(plane: ControlPlane, *early: bytes, on_frame: Callable[[Any], None
 
 
 def test_frames_go_both_ways_in_order(plane: ControlPlane) -> None:
-    rank = connected(plane, encode(Fenced("P-1")))
-    plane.peer.sendall(encode(Fenced("P-2")) + encode(SetGuards(())))
+    rank = connected(plane, Fenced("P-1"))
+    plane.send(Fenced("P-2"), SetGuards(()))
     assert [rank.frames.get(timeout=LIMIT) for _ in range(3)] == [Fenced("P-1"), Fenced("P-2"), SetGuards(())]
     for seq in range(500):
         rank.client.send(Received(seq))
@@ -115,7 +67,7 @@ def test_frames_go_both_ways_in_order(plane: ControlPlane) -> None:
 )
 def test_a_refused_handshake_says_why(plane: ControlPlane, answer: msgspec.Struct, why: str) -> None:
     rank = Rank(plane.path)
-    thread = threading.Thread(target=plane.accept, args=(encode(answer),))
+    thread = threading.Thread(target=plane.accept, args=(answer,))
     thread.start()
     with pytest.raises(LinkRefusedError, match=why):
         rank.client.connect(HELLO, LIMIT)
@@ -137,7 +89,7 @@ def test_a_bad_frame_is_reported_and_the_next_one_still_arrives(plane: ControlPl
     deep = msgspec.msgpack.encode({"type": "SetGuards", "off": []})[:-1] + b"\x91" * 50_000 + b"\x90"
     for body in (unknown, b"\xc1", b"", deep):
         plane.peer.sendall(len(body).to_bytes(4, "big") + body)
-    plane.peer.sendall(encode(Fenced("P-1")))
+    plane.send(Fenced("P-1"))
     assert rank.frames.get(timeout=LIMIT) == Fenced("P-1")
     assert rank.bad.qsize() == 4
     assert rank.lost.empty()
@@ -204,7 +156,7 @@ def test_the_last_words_of_a_process_are_written_before_it_ends(plane: ControlPl
         finished.set()
 
     threading.Thread(target=finish, name="link-finish").start()
-    plane._decoder = Decoder(Fenced)
+    plane.decoder = Decoder(Fenced)
     assert not finished.is_set()
     assert [plane.read() for _ in said] == said
     assert finished.wait(LIMIT)
@@ -231,6 +183,6 @@ def test_a_frame_that_its_handler_fails_on_ends_the_link_in_words(plane: Control
         raise KeyError(frame.incarnation)
 
     rank = connected(plane, on_frame=fail)
-    plane.peer.sendall(encode(Fenced("P-1")))
+    plane.send(Fenced("P-1"))
     assert rank.lost.get(timeout=LIMIT) == "a frame could not be handled: KeyError('P-1')"
     rank.threads_end()

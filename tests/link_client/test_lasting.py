@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -11,31 +10,15 @@ from typing import Any
 
 import pytest
 
-from dsv4ctl.controlplane.link.codec import Decoder, encode
 from dsv4ctl.controlplane.link.lasting import LastingLink
-from dsv4ctl.controlplane.link.wire import (
-    WIRE_VERSION,
-    Fenced,
-    Geometry,
-    Hello,
-    Received,
-    Refused,
-    Role,
-    ToControlPlane,
-    Welcome,
-)
-
-LIMIT = 20.0
-HELLO = Hello(
-    WIRE_VERSION, "decode0", Role.DECODE, 0, 1, "D-1", 1, "http://127.0.0.1:1", 0,
-    Geometry(256, 3, "bf16", 4096, (), {}, "seed 0"),
-)  # fmt: skip
+from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Received, Refused, Welcome
+from link_plane import HELLO, LIMIT, ControlPlane
 
 
 class ControlPlanes:
     """One control plane after the other on one path; `happened` is what the rank was told, in order."""
 
-    first: socket.socket
+    first: ControlPlane
 
     def __init__(self, path: Path) -> None:
         self._path = path
@@ -59,27 +42,15 @@ class ControlPlanes:
     def next(self) -> Any:
         return self.happened.get(timeout=LIMIT)
 
-    def start(self, *frames: Any, meanwhile: Callable[[], object] = lambda: None) -> socket.socket:
-        """A new one takes the place of the last, and answers the Hello with `frames`."""
-        self._path.unlink(missing_ok=True)
-        with socket.socket(socket.AF_UNIX) as listener:
-            listener.bind(str(self._path))
-            listener.listen()
-            listener.settimeout(LIMIT)
-            thread = threading.Thread(target=meanwhile)
-            thread.start()
-            peer, _ = listener.accept()
-        peer.settimeout(LIMIT)
-        assert self.read(peer) == HELLO
-        peer.sendall(b"".join(map(encode, frames)))
+    def start(self, *frames: Any, meanwhile: Callable[[], object] = lambda: None) -> ControlPlane:
+        """A new one takes the place of the last, and answers the Hello with `frames`. It accepts nobody else."""
+        plane = ControlPlane(self._path)
+        thread = threading.Thread(target=meanwhile)
+        thread.start()
+        plane.accept(*frames)
+        plane.listener.close()
         thread.join(LIMIT)
-        return peer
-
-    def read(self, peer: socket.socket) -> Any:
-        decoder: Decoder[ToControlPlane] = Decoder(ToControlPlane)
-        while True:
-            for frame in decoder.feed(peer.recv(65536)):
-                return frame
+        return plane
 
 
 @pytest.fixture
@@ -100,7 +71,7 @@ def test_the_next_control_plane_is_greeted_as_the_first_was(planes: ControlPlane
     second = planes.start(Welcome(WIRE_VERSION, 0.5), Fenced("P-2"))
     assert [planes.next() for _ in range(3)] == ["adopted", "handling", Fenced("P-2")]
     planes.link.send(Received(2))
-    assert planes.read(second) == Received(2)
+    assert second.read() == Received(2)
     second.close()
     assert planes.next() == "orphaned"
     planes.start(Welcome(WIRE_VERSION, 0.5)).close()
@@ -118,7 +89,7 @@ def test_a_control_plane_that_refuses_it_ends_the_search(planes: ControlPlanes) 
 def test_the_old_control_plane_s_last_frame_is_handled_before_it_is_gone(planes: ControlPlanes) -> None:
     """The writing thread meets the end first, while the reading one is still busy."""
     planes.handles.clear()
-    planes.first.sendall(encode(Fenced("P-1")))
+    planes.first.send(Fenced("P-1"))
     assert planes.next() == "handling"
     planes.first.close()
     writer = planes.link._link._writer
