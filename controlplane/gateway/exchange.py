@@ -27,6 +27,8 @@ from dsv4ctl.controlplane.telemetry.log import Telemetry
 
 #: Seconds that the room's own reason may come after the HTTP error it caused; far below the 0.1 s a client waits.
 REASON_GRACE = 0.03
+#: The same where the engine's answer says that its room was aborted: the report of it is on the link already.
+REPORT_GRACE = 5.0
 #: Seconds that the prefill leg may end after the decode leg did; its answer is only checked.
 PREFILL_TAIL = 5.0
 #: Of an engine's error body, what is kept.
@@ -35,12 +37,16 @@ _PASSED_HEADERS = ("content-type",)
 
 
 class LegError(Exception):
-    """One leg failed. `error` is what the client is told; `source` why the room is aborted."""
+    """One leg failed. `error` is what the client is told; `source` why the room is aborted.
 
-    def __init__(self, error: RequestError, source: AbortSource) -> None:
+    `reported`: the engine aborted the room itself, and its rank says why.
+    """
+
+    def __init__(self, error: RequestError, source: AbortSource, *, reported: bool = False) -> None:
         super().__init__(error.message)
         self.error = error
         self.source = source
+        self.reported = reported
 
 
 class Exchange:
@@ -108,6 +114,7 @@ class Exchange:
         over: anyio.Event,
     ) -> None:
         """Runs one leg; its failure aborts the room, which both engines are told, and ends the other leg."""
+        reported = False
         try:
             await body()
         except ClientGoneError:
@@ -115,7 +122,7 @@ class Exchange:
             fail(RequestError(499, "client", "the client left"))
             return
         except LegError as failed:
-            error, source = failed.error, failed.source
+            error, source, reported = failed.error, failed.source, failed.reported
         except (aiohttp.ClientError, EventError, TimeoutError, OSError) as broken:
             text = f"{_called(engine)}: {_said(broken)}"
             error, source = RequestError(502, "engine_fault", text), AbortSource.ENGINE_FAULT
@@ -124,8 +131,8 @@ class Exchange:
             return
         if source is AbortSource.RETRACTION:
             await self._live.aborting.wait()  # the rank's report is on its way; without it, the room's deadline comes
-        elif source is AbortSource.ENGINE_FAULT:
-            with anyio.move_on_after(REASON_GRACE):
+        elif reported or source is AbortSource.ENGINE_FAULT:
+            with anyio.move_on_after(REPORT_GRACE if reported else REASON_GRACE):
                 await self._live.aborting.wait()
         aborted = self._live.aborted()
         if aborted is not None and self._live.retracted:
@@ -218,12 +225,14 @@ def bootstrap(live: LiveRoom) -> dict[str, Any]:
 def _engine_fault(engine: Engine, status: int, raw: bytes) -> LegError:
     """A 4xx is the request's fault and passed on as it came; anything else is the engine's, or a retraction."""
     message = f"{_called(engine)} answered {status}: {message_in(raw)}"
-    if source_in(raw) == AbortSource.RETRACTION.value:
-        return LegError(RequestError(503, AbortSource.RETRACTION.value, message), AbortSource.RETRACTION)
+    source = source_in(raw)
+    reported = source is not None
+    if source == AbortSource.RETRACTION.value:
+        return LegError(RequestError(503, source, message), AbortSource.RETRACTION, reported=reported)
     if 400 <= status < 500:
-        return LegError(EngineAnswerError(status, message, raw), AbortSource.CLIENT)
+        return LegError(EngineAnswerError(status, message, raw), AbortSource.CLIENT, reported=reported)
     status = status if status >= 500 else 502
-    return LegError(RequestError(status, "engine_fault", message), AbortSource.ENGINE_FAULT)
+    return LegError(RequestError(status, "engine_fault", message), AbortSource.ENGINE_FAULT, reported=reported)
 
 
 def _called(engine: Engine) -> str:

@@ -13,10 +13,10 @@ import openai
 import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, GatewayConfig, LimitsConfig
-from dsv4ctl.controlplane.gateway import app, exchange
+from dsv4ctl.controlplane.gateway import app
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import CONTEXT_TOKENS, FakeRank
-from running import Stage, ask, events_of, pair_config, post, stage, streaming, until
+from running import PATIENCE, Stage, ask, events_of, pair_config, post, stage, streaming, until
 
 pytestmark = pytest.mark.asyncio
 MODEL = "dsv4-reference"
@@ -80,7 +80,7 @@ async def test_cancelling_the_openai_clients_stream_aborts_its_room(tmp_path: Pa
 async def test_events_reach_the_client_as_they_come(tmp_path: Path) -> None:
     """The first arrives while the engine still has an unbounded time to go."""
     async with stage(pair_config(tmp_path)) as running:
-        with anyio.fail_after(20):
+        with anyio.fail_after(PATIENCE):
             async with streaming(running, ask(decode={"tokens": 2, "interval": 3600})) as answer:
                 assert b'"text": "0 "' in await answer.content.readany()
 
@@ -261,12 +261,11 @@ async def test_an_abort_answers_its_client_even_if_no_engine_reacts(tmp_path: Pa
         assert running.telemetry.of(Event.ROOM_ABORTED) == []
 
 
-async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path) -> None:
     """No byte went out yet: the client never learns of it. The second time it does.
 
     The verdict comes over the link, after the HTTP error that it caused.
     """
-    monkeypatch.setattr(exchange, "REASON_GRACE", 20.0)
     async with stage(pair_config(tmp_path)) as running:
         body = ask(decode={"mismatch": True})
         status, _, answer = await post(running, "/generate", body)

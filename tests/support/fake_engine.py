@@ -256,7 +256,7 @@ class FakeRank:
             return _error(400, f"the prompt is longer than {CONTEXT_TOKENS} tokens", "context_length_exceeded")
         if "mismatch" in does and key.room not in self.aborted:
             self._start_soon(self._late_verdict, key)
-            return _error(500, "integrity: index_k differs")
+            return _error(500, "index_k differs", source="integrity")
         if self.role is Role.PREFILL:
             await self._advance(key, RoomState.BOOTSTRAPPING, RoomState.SENDING)
             await self._close(key, {"bytes_by_pool": {"index_k": 4096}})
@@ -340,8 +340,8 @@ def _chunk(path: str, token: str) -> dict[str, Any]:
     return {**shared, "choices": [{"index": 0, "delta": {"content": token}, "finish_reason": None}]}
 
 
-def _error(status: int, message: str, code: str | None = None) -> web.Response:
-    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code}}
+def _error(status: int, message: str, code: str | None = None, **more: str) -> web.Response:
+    body = {"error": {"message": message, "type": "invalid_request_error", "param": None, "code": code, **more}}
     return web.json_response(body, status=status)
 
 
