@@ -294,7 +294,7 @@ def test_many_threads_end_every_room_exactly_once() -> None:
     barrier = threading.Barrier(4)
 
     def over_all(act: Any) -> None:
-        barrier.wait(20.0)
+        barrier.wait(60.0)
         for key in keys:
             try:
                 act(key)
@@ -315,7 +315,7 @@ def test_many_threads_end_every_room_exactly_once() -> None:
     ]
     with ThreadPoolExecutor(len(acts)) as pool:
         for future in [pool.submit(over_all, act) for act in acts]:
-            future.result(30.0)
+            future.result(60.0)
     for row in agent.rooms():
         agent.peer_ack(RoomKey(int(row["key"].split(".")[0]), 1), "peer", Quiet.QUIET)
     assert agent.rooms() == []

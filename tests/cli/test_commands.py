@@ -169,7 +169,7 @@ def test_following_logs_ends_with_the_control_plane(socket_path: Path, dsv4ctl: 
             following = threads.submit(dsv4ctl, "logs", "--follow", "--json")
             portal.call(plane.followed.wait)
             plane.telemetry.emit(Event.LINK_LOST)
-        result = following.result(30)
+        result = following.result(60)
     assert result.exit_code == 0
     assert [json.loads(line)["event"] for line in result.stdout.splitlines()] == ["admin.listening", "link.lost"]
 

@@ -13,7 +13,7 @@ from aiohttp import ClientError, ClientSession, web
 from dsv4ctl.engine_adapters.reference import server
 from dsv4ctl.engine_adapters.reference.http import front
 from dsv4ctl.engine_adapters.reference.server import ListenError, serve
-from http_engine import MAX_BODY, MODEL, FakeEngine, ended, next_event, running, served, soon, tokens
+from http_engine import MAX_BODY, MODEL, PATIENCE, FakeEngine, ended, next_event, running, served, soon, tokens
 
 pytestmark = pytest.mark.asyncio
 
@@ -77,7 +77,7 @@ async def test_client_that_never_sends_its_body_is_told(monkeypatch: pytest.Monk
         host, port = client.url.removeprefix("http://").split(":")
         reader, writer = await asyncio.open_connection(host, int(port))
         writer.write(b"POST /generate HTTP/1.1\r\nHost: x\r\nContent-Length: 10\r\n\r\n{")
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             assert await reader.readline() == b"HTTP/1.1 408 Request Timeout\r\n"
         writer.close()
 

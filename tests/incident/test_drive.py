@@ -67,7 +67,7 @@ class Played:
 
 
 async def run(played: Played, row: Any, victims: frozenset[int] = frozenset()) -> Any:
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         return await drive.run_row(cast(Running, played), row, TURNS, 6, lambda round_: victims, lambda: None)
 
 

@@ -79,7 +79,7 @@ async def _serving(tmp_path: Path) -> AsyncIterator[tuple[Owner, str]]:
     path = str(tmp_path / "link.sock")
     async with anyio.create_task_group() as tasks:
         await tasks.start(LinkServer(path, owner, 0.5).serve)
-        with anyio.fail_after(20):
+        with anyio.fail_after(60):
             yield owner, path
         tasks.cancel_scope.cancel()
 
@@ -166,9 +166,9 @@ async def test_a_query_is_answered_or_refused_by_the_rank(tmp_path: Path) -> Non
         answers: list[object] = []
 
         async def ask() -> None:
-            answers.append(await owner.links[0].query("tickets", 20))
+            answers.append(await owner.links[0].query("tickets", 60))
             with pytest.raises(QueryError, match="busy"):
-                await owner.links[0].query("flush", 20)
+                await owner.links[0].query("flush", 60)
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(ask)
@@ -194,7 +194,7 @@ async def test_a_lost_link_fails_its_queries_and_its_sends(tmp_path: Path) -> No
 
             async def ask() -> None:
                 with pytest.raises(LinkLostError, match="the rank closed the link"):
-                    await owner.links[0].query("stacks", 20)
+                    await owner.links[0].query("stacks", 60)
 
             tasks.start_soon(ask)
             await _frames(stream, 1)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from pathlib import Path
 
 import aiohttp
@@ -15,8 +14,6 @@ from dsv4ctl.controlplane.telemetry.events import Event
 from running import PATIENCE, Stage, ask, events_of, pair_config, post, stage, streaming, until
 
 pytestmark = pytest.mark.asyncio
-#: What the machine may add to a bound when it does other things too.
-ALLOWANCE = 1.0
 
 
 async def _quiet_on_both_sides(running: Stage, source: str) -> None:
@@ -41,12 +38,11 @@ async def test_a_failing_leg_answers_the_client_and_ends_its_sibling(
     """
     async with stage(pair_config(tmp_path)) as running:
         body = ask(**{failing: {"status": 500}, waiting: {"silent": True}})
-        began = time.monotonic()
+        began = anyio.current_time()
         status, _, answer = await post(running, "/generate", body)
-        took = time.monotonic() - began
+        assert anyio.current_time() - began < 0.1
         assert status == 500
         assert f"{failing} engine {failing}0 answered 500: told to answer 500" in answer["error"]["message"]
-        assert took < 0.1 + ALLOWANCE
         await _quiet_on_both_sides(running, "engine_fault")
         assert len(running.log(f"{waiting}0", "leg_cancelled")) == 1
 
@@ -62,9 +58,9 @@ async def test_a_client_that_leaves_aborts_the_room_on_both_sides(tmp_path: Path
                     tasks.start_soon(lambda: client.post(running.url + "/generate", json=body))
                     await until(lambda: running.ranks["prefill0"].running == 1)
                     leaving.cancel()
-        left = time.monotonic()
+        left = anyio.current_time()
         await _quiet_on_both_sides(running, "client")
-        assert time.monotonic() - left < 1.0 + ALLOWANCE
+        assert anyio.current_time() - left < 0.1
 
 
 async def test_a_client_that_leaves_mid_stream_aborts_the_room(tmp_path: Path) -> None:
@@ -116,9 +112,9 @@ async def test_a_wedged_engine_is_found_while_it_answers_health(tmp_path: Path) 
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(wedge=1.0, ack=1.0, fence=2.0))
     async with stage(config) as running:
         wedged = running.ranks["decode0"]
-        began = time.monotonic()
+        began = anyio.current_time()
         status, _, answer = await post(running, "/generate", ask(decode={"wedge": True}))
-        assert time.monotonic() - began < 1.0 + 2.0 + ALLOWANCE
+        assert anyio.current_time() - began < 1.0 + 2.0
         assert status == 502
         assert "nothing done for" in answer["error"]["message"]
         assert "decode0" in answer["error"]["message"]

@@ -14,7 +14,7 @@ from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomS
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import GEOMETRY, FakeRank
-from running import Stage, ask, pair_config, post, stage, until
+from running import PATIENCE, Stage, ask, pair_config, post, stage, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -66,7 +66,7 @@ async def test_a_rank_that_never_allocates_costs_the_deadline_and_no_more(tmp_pa
     def mute(rank: FakeRank) -> None:
         rank.allocates = rank.role.value != "decode"
 
-    config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=0.2, ack=1.0, fence=2.0))
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=0.2, ack=PATIENCE))
     async with stage(config, mute) as running:
         status, _, answer = await post(running, "/generate", ask())
         assert (status, answer["error"]["code"]) == (504, "deadline")
@@ -80,7 +80,7 @@ async def test_a_writer_that_never_acks_is_fenced_and_the_other_side_is_told(tmp
     def deaf(rank: FakeRank) -> None:
         rank.acks = rank.role.value == "decode"
 
-    config = pair_config(tmp_path, deadlines=DeadlinesConfig(ack=0.2, fence=2.0))
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(ack=1.0, fence=PATIENCE))
     async with stage(config, deaf) as running:
         first = running.ranks["prefill0"]
         await post(running, "/generate", ask(prefill={"silent": True}, decode={"status": 500}))
@@ -148,7 +148,7 @@ async def test_aborts_are_sent_again_until_received(tmp_path: Path) -> None:
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=600.0, ack=600.0))
     async with stage(config, forgetful) as running:
         await post(running, "/generate", ask(prefill={"status": 500}, decode={"silent": True}))
-        await until(lambda: any(record["resent"] for record in running.telemetry.of(Event.ABORT_SENT)), 5.0)
+        await until(lambda: any(record["resent"] for record in running.telemetry.of(Event.ABORT_SENT)))
         await until(lambda: len(running.telemetry.of(Event.ABORT_RECEIVED)) >= 2)
         assert len(running.log("decode0", "abort")) == 1
 
@@ -181,7 +181,7 @@ async def test_the_next_request_after_aborts_goes_through(tmp_path: Path) -> Non
         await post(running, "/generate", ask(decode={"status": 500}))
         status, _, _ = await post(running, "/generate", ask())
         assert status == 200
-        await until(lambda: bool(running.telemetry.of(Event.ROOM_CLOSED)))
+        await until(lambda: not running.plane_rooms())
         assert await _rooms(running) == {"closed": 1, "aborted": 1}
 
 

@@ -149,7 +149,7 @@ class FakePlane:
 @asynccontextmanager
 async def served(plane: FakePlane, path: Path) -> AsyncIterator[None]:
     """The plane behind the real admin server, with a bound on everything."""
-    with anyio.fail_after(30):
+    with anyio.fail_after(60):
         async with admin_server(plane, path):
             yield
 

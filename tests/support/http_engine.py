@@ -28,6 +28,8 @@ from dsv4ctl.engine_adapters.reference.server import serve
 MODEL = "dsv4-reference"
 MAX_BODY = 64 * 1024
 CONTEXT = 1024
+#: Seconds for what takes milliseconds.
+PATIENCE = 60.0
 
 
 class FakeEngine:
@@ -90,7 +92,7 @@ class FakeEngine:
 
     def join(self) -> None:
         for thread in self._threads:
-            thread.join(timeout=5)
+            thread.join(timeout=PATIENCE)
 
 
 def tokens(data: bytes | list[int]) -> list[Output]:
@@ -139,7 +141,7 @@ async def served(answer: list[Output] | None = None, role: Role = "single") -> A
                 base_url=f"{url}/v1",
                 api_key="none",
                 max_retries=0,
-                timeout=20,
+                timeout=PATIENCE,
                 http_client=DefaultAsyncHttpxClient(trust_env=False),
             ) as openai,
         ):
@@ -156,18 +158,18 @@ async def running(engine: FakeEngine, role: Role = "single", port: int = 0) -> A
             await serve(engine, role, MODEL, "127.0.0.1", port, max_body_bytes=MAX_BODY, ready=bound.set_result)
 
         tasks.start_soon(server)
-        with anyio.fail_after(10):
+        with anyio.fail_after(PATIENCE):
             yield await bound
         tasks.cancel_scope.cancel()
 
 
 async def soon(waiting: Awaitable[Any]) -> None:
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         await waiting
 
 
 async def next_event(response: ClientResponse) -> Any:
     """The next server-sent event of a stream that stays open."""
-    with anyio.fail_after(10):
+    with anyio.fail_after(PATIENCE):
         raw = await response.content.readuntil(b"\n\n")
     return events(raw.decode())[0]

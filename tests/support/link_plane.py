@@ -9,7 +9,7 @@ from typing import Any
 from dsv4ctl.controlplane.link.codec import Decoder, encode
 from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Geometry, Hello, Role, ToControlPlane
 
-LIMIT = 20.0
+LIMIT = 60.0
 HELLO = Hello(
     WIRE_VERSION, "decode0", Role.DECODE, 0, 1, "D-1", 1, "http://127.0.0.1:1", 0,
     Geometry(256, 3, "bf16", 4096, (), {}, "seed 0"),

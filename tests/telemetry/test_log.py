@@ -113,7 +113,7 @@ def test_a_pipe_that_nobody_reads_blocks_nobody_and_drops_are_reported_when_it_f
 
     # In a thread, so that an emit that blocks fails this test instead of hanging it.
     threading.Thread(target=emit_all, daemon=True).start()
-    assert emitted.wait(30), "emit blocked on a stalled reader"
+    assert emitted.wait(60), "emit blocked on a stalled reader"
     assert telemetry.dropped > 0
 
     numbers: list[int] = []
@@ -137,7 +137,7 @@ def test_close_gives_up_on_a_stalled_reader(pipe: tuple[int, int], monkeypatch: 
     fill(telemetry, 100)
     closer = threading.Thread(target=telemetry.close, daemon=True)
     closer.start()
-    closer.join(10)
+    closer.join(60)
     assert not closer.is_alive()
     os.close(pipe[0])  # frees the writer thread
 
@@ -148,7 +148,7 @@ async def test_a_reader_that_is_gone_is_said_to_the_subscribers(pipe: tuple[int,
     os.close(pipe[0])
     async with telemetry.subscribe() as stream:
         telemetry.emit(Event.LINK_LOST)
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             assert (await stream.receive())["event"] == "link.lost"
             died = await stream.receive()
     assert (died["event"], died["loop"]) == ("loop.died", "log-writer")
@@ -175,7 +175,7 @@ async def test_events_of_other_threads_reach_subscribers() -> None:
     telemetry = Telemetry()
     async with telemetry.subscribe() as stream:
         await anyio.to_thread.run_sync(lambda: telemetry.emit(Event.LINK_LOST, engine="decode0"))
-        with anyio.fail_after(10):
+        with anyio.fail_after(60):
             record = await stream.receive()
     assert record["engine"] == "decode0"
 

@@ -14,7 +14,7 @@ from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, TicketState
 from small_gate import LAYERS, SmallGate
 
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 class Reader:

@@ -19,7 +19,7 @@ from dsv4ctl.controlplane.tickets.types import Consumer, TicketState
 from small_gate import LAYERS, SmallGate
 
 pytestmark = pytest.mark.asyncio
-LIMIT = 20.0
+LIMIT = 60.0
 
 
 @asynccontextmanager
