@@ -27,8 +27,8 @@ class Setting(NamedTuple):
     off: tuple[str, ...] = ()  #: guards off from the start: ranks would part where one learns of it first
 
 
-#: Loads take longer than a step: a deadline that has passed on one rank alone is met in the middle of one.
-_RANKS = Setting(ranks=2, fault="by-request", device_pages=12, h2d_gbps=0.004)
+#: Room for one request of the second round: it finds no prefix of another group on the device, and loads its own.
+_RANKS = Setting(ranks=2, fault="by-request", device_pages=4, h2d_gbps=0.1)
 #: By the deployment's `setting`.
 SETTINGS = {
     "": Setting(),

@@ -19,12 +19,12 @@ from dsv4ctl.controlplane.incident.deployment import (
 from dsv4ctl.controlplane.incident.evaluate import Asked, Measured
 from dsv4ctl.controlplane.incident.rows import Row
 from dsv4ctl.controlplane.incident.storms import storm
-from dsv4ctl.controlplane.incident.workload import Turn
+from dsv4ctl.controlplane.incident.workload import GROUP, Turn
 from dsv4ctl.controlplane.rooms.states import RoomState
 
 #: Seconds that a request may take, queues included; longer is stuck.
 REQUEST_DEADLINE = 120.0
-#: One session in so many is struck by the row's fault.
+#: One group of sessions in so many is struck by the row's fault: who waits for a struck load is struck as well.
 STRUCK = 2
 #: A request on its way is aborted this often, then let through.
 ABORTS_A_REQUEST = 2
@@ -116,7 +116,7 @@ async def _ask(state: _Row, turn: Turn, aborts: int) -> None:
         if not scope.cancelled_caught:
             return
         state.aborts += 1
-    struck = state.fault and turn.session % STRUCK == 0 and (turn.round or state.fault in _AT_ONCE)
+    struck = state.fault and turn.session // GROUP % STRUCK == 0 and (turn.round or state.fault in _AT_ONCE)
     asked = await _ask_once(state, turn, f"{turn.request_id}!{state.fault}" if struck else turn.request_id)
     if asked.error is not None and state.fault and state.guarded:
         state.aborts += 1

@@ -43,7 +43,7 @@ class Row(NamedTuple):
 
     `waves`: requests are aborted in waves and asked again. `must_damage`, `must_stick`: a run in which this row shows
     no damage, or in which nothing is stuck, has failed to show what it is for. `fault`: what strikes one rank in every
-    `STRUCK`th session. `storm`: what comes before the conversations. `group`: what `--only` calls it with
+    `STRUCK`th group of sessions. `storm`: what comes before the conversations. `group`: what `--only` calls it with
     its like.
     """
 

@@ -102,6 +102,7 @@ class Engine:
             Fault(reference.fault) if reference.fault and last else None,
             abort=lambda key: self._agent.abort(key, AbortSource.ADMIN, "this rank alone was told so"),
             lose_link=lambda: self._link_lost("this rank alone sees it"),
+            rounds=lambda: self._loop.rounds,
         )
         self.geometry = ModelGeometry(
             heads=max(ModelGeometry().heads, options.ranks),
@@ -116,9 +117,8 @@ class Engine:
         self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
         self.gate = self._make_gate(launch)
         self._link = self._make_link(launch.link)
-        self._agent = Agent(
-            self._role, launch.incarnation, self.gate, self, self._staged.send(self._link.send), time.monotonic
-        )
+        self._tell = self._staged.send(self._link.send)
+        self._agent = Agent(self._role, launch.incarnation, self.gate, self, self._tell, time.monotonic)
         self._transfer = self._make_transfer()
         self._hicache = self._make_hicache(host_pages) if host_pages else None
         self._loop = self._make_loop()
@@ -270,7 +270,7 @@ class Engine:
         """A few times a second: deadlines, and a progress report."""
         self._agent.tick()
         alive = {"step": LoopStatus(self._loop.rounds)}
-        self._link.send(
+        self._tell(
             Progress(
                 steps=self._loop.steps,
                 work=self._loop.work(),

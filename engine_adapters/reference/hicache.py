@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError
 from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent, Guard
@@ -53,6 +54,7 @@ class LoadJob:
     ticket: Ticket
     pieces: tuple[Piece, ...]
     nodes: tuple[Node, ...]
+    room: RoomKey  #: the first that asked for it; its end ends nothing here
     verify: bool  #: compared with the digests that were sealed, layer by layer, before it is read
     state: int = LOADING  #: on this rank; every rank drops the nodes if one of them failed
 

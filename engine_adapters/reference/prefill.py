@@ -93,7 +93,7 @@ class Prefill:
         left = {space: list(pages) for space, pages in taken.items()}
         if any(loading.values()):
             wanted = {s: (n, [left[s].pop() for _ in n]) for s, n in loading.items() if n}
-            jobs.append(self._open_load(path, wanted, verify=verdict(sequence.opening) is not Verdict.NONE))
+            jobs.append(self._open_load(sequence, path, wanted))
         sequence.path = path
         sequence.owned = {space: set(pages) for space, pages in left.items()}
         sequence.cached_tokens = sequence.computed = first * self._page_tokens
@@ -133,7 +133,9 @@ class Prefill:
             path.pop()
         return path
 
-    def _open_load(self, path: list[Node], wanted: dict[str, tuple[list[Node], list[int]]], *, verify: bool) -> LoadJob:
+    def _open_load(
+        self, sequence: Sequence, path: list[Node], wanted: dict[str, tuple[list[Node], list[int]]]
+    ) -> LoadJob:
         """Publishes the nodes as device pages that are still loading; their readers' tickets are pending."""
         host = {space: _merged([node.host[space] for node in nodes]) for space, (nodes, _) in wanted.items()}
         ticket = self._gate.request(Consumer.LOAD, list(host.values()))
@@ -146,7 +148,7 @@ class Prefill:
             for node, page, generation in zip(nodes, target.pages, target.generations, strict=True):
                 node.device[space] = target._replace(pages=(page,), generations=(generation,))
         loaded = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
-        return LoadJob(ticket, tuple(pieces), loaded, verify)
+        return LoadJob(ticket, tuple(pieces), loaded, sequence.key, verdict(sequence.opening) is not Verdict.NONE)
 
     def _fill_table(self, sequence: Sequence, left: dict[str, list[int]]) -> None:
         path, table = sequence.path, sequence.table

@@ -5,11 +5,12 @@ Each stands for an event of the world outside; the product's own code answers it
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 from enum import Enum
+from functools import partial
 from typing import Any
 
 import msgspec
@@ -17,15 +18,16 @@ import msgspec
 from dsv4ctl.controlplane.link.wire import AbortAck, OpenRoom, RoomReport, ToControlPlane
 from dsv4ctl.controlplane.rooms.states import ABORTS, RoomKey
 from dsv4ctl.engine_adapters.reference.cache import Node
-from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob
+from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob, Piece
 from dsv4ctl.engine_adapters.reference.nixl import Memory, Nixl, Span, Transport, Write
 from dsv4ctl.engine_adapters.reference.pools import Region
 from dsv4ctl.engine_adapters.reference.requests import Output, Token
 
 #: Tokens of a struck request's answer before the rank aborts it, or believes that its link is lost.
 _TOKENS = 2
-#: Seconds by which the control plane hears late of an abort on the struck rank: the others get on without it.
-_UNHEARD = 0.5
+#: Rounds of the ranks before the control plane hears of an abort on the struck rank. The others have got on without it
+#: by then: in the first round they go on as they were, and no later than in the second all meet again, or do not.
+_UNHEARD = 3
 #: A fast clock runs ahead of the others by this factor.
 _AHEAD = 1e6
 #: One backup in so many begins late, and so many at most at a time wait to: until a load wants what they are to copy.
@@ -44,23 +46,33 @@ class Fault(Enum):
 
 
 class Staged:
-    """What happens to one rank. `abort(key)` and `lose_link()` are what the rank then does by itself.
+    """What happens to one rank. `abort(key)` and `lose_link()` are what the rank then does by itself; `rounds()` says
+    how many it has begun with the others.
 
     `abort`: it aborts the room, and the others do not know yet. `clock`: its clock runs ahead, the room's deadlines
-    have passed here alone. `link`: it believes that the control plane's link is lost, which still holds.
-    `stale-byte`: a byte of its next load is wrong in the host copy.
+    pass here alone, before its load from the host begins. `link`: it believes that the control plane's link is lost,
+    which still holds. `stale-byte`: a byte of its next load is wrong in the host copy.
     """
 
-    def __init__(self, fault: Fault | None, abort: Callable[[RoomKey], None], lose_link: Callable[[], None]) -> None:
+    def __init__(
+        self,
+        fault: Fault | None,
+        abort: Callable[[RoomKey], None],
+        lose_link: Callable[[], None],
+        rounds: Callable[[], int],
+    ) -> None:
         self._fault = fault
         self._abort = abort
         self._lose_link = lose_link
+        self._rounds = rounds
+        self.clock = FastClock()
         self._stale = 0  #: loads to be struck
 
     def opening(self, opening: OpenRoom) -> OpenRoom:
         """A room as this rank sees it."""
         match self._of(opening.request_id):
             case "clock":
+                self.clock.runs_ahead(opening.key)
                 early = {state: seconds / _AHEAD for state, seconds in opening.deadlines.items()}
                 return msgspec.structs.replace(opening, deadlines=early)
             case "stale-byte":
@@ -80,25 +92,8 @@ class Staged:
         return count
 
     def send(self, send: Callable[[ToControlPlane], None]) -> Callable[[ToControlPlane], None]:
-        """How this rank tells the control plane: of aborts late, in their order."""
-        if self._fault is not Fault.BY_REQUEST:
-            return send
-        late: queue.SimpleQueue[tuple[float, ToControlPlane]] = queue.SimpleQueue()
-
-        def deliver() -> None:
-            while True:
-                due, frame = late.get()
-                time.sleep(max(0.0, due - time.monotonic()))
-                send(frame)
-
-        def tell(frame: ToControlPlane) -> None:
-            if isinstance(frame, AbortAck) or (isinstance(frame, RoomReport) and frame.state in ABORTS):
-                late.put((time.monotonic() + _UNHEARD, frame))
-            else:
-                send(frame)
-
-        threading.Thread(target=deliver, name="late-words", daemon=True).start()
-        return tell
+        """How this rank tells the control plane anything."""
+        return _LateWords(send, self._rounds, self.clock) if self._fault is Fault.BY_REQUEST else send
 
     def hicache(self, *args: Any, **options: Any) -> HiCache:
         """The HiCache that this rank has."""
@@ -108,7 +103,7 @@ class Staged:
             case Fault.SHORT_SIDECAR:
                 return _ShortSidecar(*args, **options)
             case Fault.BY_REQUEST:
-                return _StaleByte(self._take_stale, *args, **options)
+                return _ByRequest(self.clock, self._take_stale, *args, **options)
         return HiCache(*args, **options)
 
     def transport(self, name: str, regions: Sequence[Region], memory: Memory) -> Transport:
@@ -124,18 +119,71 @@ class Staged:
         return struck
 
 
-class _StaleByte(HiCache):
-    def __init__(self, strikes: Callable[[], bool], *args: Any, **options: Any) -> None:
+class FastClock:
+    """Rooms whose deadlines pass on this rank alone. What is to land for one waits until its deadline has passed."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._waiting: dict[RoomKey, list[Callable[[], None]]] = {}
+
+    def runs_ahead(self, key: RoomKey) -> None:
+        with self._lock:
+            self._waiting[key] = []
+
+    def after(self, key: RoomKey, begin: Callable[[], None]) -> None:
+        """Calls `begin` once the room is aborting here; at once for a room on the others' clock."""
+        with self._lock:
+            waiting = self._waiting.get(key)
+            if waiting is not None:
+                waiting.append(begin)
+                return
+        begin()
+
+    def passed(self, key: RoomKey) -> None:
+        with self._lock:
+            waiting = self._waiting.pop(key, [])
+        for begin in waiting:
+            begin()
+
+
+class _LateWords:
+    """The control plane is told of aborts some rounds late, in their order: whatever else is told delivers them."""
+
+    def __init__(self, send: Callable[[ToControlPlane], None], rounds: Callable[[], int], clock: FastClock) -> None:
+        self._send = send
+        self._rounds = rounds
+        self._clock = clock
+        self._lock = threading.Lock()
+        self._late: deque[tuple[int, ToControlPlane]] = deque()
+
+    def __call__(self, frame: ToControlPlane) -> None:
+        with self._lock:
+            now = self._rounds()
+            while self._late and self._late[0][0] <= now:
+                self._send(self._late.popleft()[1])
+            if isinstance(frame, AbortAck) or (isinstance(frame, RoomReport) and frame.state in ABORTS):
+                self._late.append((now + _UNHEARD, frame))
+                self._clock.passed(frame.key)
+            else:
+                self._send(frame)
+
+
+class _ByRequest(HiCache):
+    def __init__(self, clock: FastClock, strikes: Callable[[], bool], *args: Any, **options: Any) -> None:
         super().__init__(*args, **options)
+        self._clock = clock
         self._strikes = strikes
 
     def load(self, jobs: Sequence[LoadJob]) -> None:
         for job in jobs:
-            if self._strikes():
-                piece = job.pieces[-1]
-                pool, spec = next(item for item in self._host.specs.items() if item[1].space == piece.device.space)
-                self._host.layer_bytes(pool, spec.model_layers[0])[piece.host.pages[0], 0] ^= 255
-        super().load(jobs)
+            self._clock.after(job.room, partial(super().load, [job]))
+
+    def _copy(self, piece: Piece, layer: int) -> None:
+        pool, spec = next(item for item in self._host.specs.items() if item[1].space == "full")
+        first = piece.device.space == "full" and layer == spec.model_layers[0]
+        if first and self._strikes():  # the host copy has landed: no backup rights it any more
+            self._host.layer_bytes(pool, layer)[piece.host.pages[0], 0] ^= 255
+        super()._copy(piece, layer)
 
 
 class _Poisoned(Nixl):

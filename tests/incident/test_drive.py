@@ -111,7 +111,7 @@ async def test_a_request_that_never_ends_is_stuck(monkeypatch: pytest.MonkeyPatc
 
 async def test_a_request_that_a_staged_fault_ended_is_asked_again_once_the_engine_is_there() -> None:
     row = next(row for row in rank_rows() if row.name == "abort-agreed")
-    played = Played(refused=["incident-0-0!abort", "incident-2-1!abort"])
+    played = Played(refused=["incident-0-0!abort", "incident-1-1!abort"])
     measured = await run(played, row)
     assert all(one.error is None for one in measured.asked)
     assert measured.aborts == 2
@@ -121,10 +121,10 @@ async def test_a_request_that_a_staged_fault_ended_is_asked_again_once_the_engin
 
 async def test_what_was_under_way_when_the_ranks_parted_is_stuck() -> None:
     row = next(row for row in rank_rows() if row.name == "abort-alone")
-    played = Played(gone=["incident-0-0!abort", "incident-1-0"])
+    played = Played(gone=["incident-0-0!abort", "incident-2-0"])
     measured = await run(played, row)
     stuck = {(one.session, one.round) for one in measured.asked if one.output_ids is None and one.error is None}
-    assert stuck == {(0, 0), (1, 0)}
+    assert stuck == {(0, 0), (2, 0)}
     assert {one.round for one in measured.asked} == {0}, "the engine is gone: no further round"
 
 

@@ -11,12 +11,13 @@ import pytest
 
 from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import load
-from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS, device_pages, toml
+from dsv4ctl.controlplane.incident.configuration import MIN_SESSIONS, SETTINGS, device_pages, toml
+from dsv4ctl.controlplane.incident.drive import STRUCK
 from dsv4ctl.controlplane.incident.evaluate import Asked, Expected, Measured, evaluate
 from dsv4ctl.controlplane.incident.progress import Progress, bar
 from dsv4ctl.controlplane.incident.report import Pacing, Report, as_json, as_text
 from dsv4ctl.controlplane.incident.rows import THERE, by_deployment, full_rows, quick_rows
-from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, QUICK_WORK, Size
+from dsv4ctl.controlplane.incident.workload import FULL_WORK, GROUP, PAGE_TOKENS, QUICK_WORK, Size, Work
 
 COST = {
     "on_to_off_landed": 0.97,
@@ -109,3 +110,13 @@ def test_the_device_holds_every_request_and_not_every_prefix(size: Size, session
     without = THERE._replace(hicache=False)
     assert device_pages(without, "decode", sessions) == device_pages(THERE, "decode", sessions)
     assert device_pages(without, "prefill", sessions) > every_prefix
+
+
+@pytest.mark.parametrize("work", [FULL_WORK["ranks"], QUICK_WORK["ranks"]])
+def test_a_struck_request_finds_no_other_group_s_prefix_on_the_device(work: Work) -> None:
+    """So the first one that follows another group loads from the host: what strikes loads does strike."""
+    for turn in work.size.turn_tokens:
+        prompt = work.size.prefix_pages * PAGE_TOKENS + 2 * turn + work.size.new_tokens
+        for setting in ("ranks-agreed", "ranks-alone"):
+            assert -(-(prompt + work.size.new_tokens) // PAGE_TOKENS) == SETTINGS[setting].device_pages
+    assert MIN_SESSIONS // GROUP // STRUCK >= 2, "one group alone may follow itself"
