@@ -149,6 +149,7 @@ class Progress(msgspec.Struct, tag=True, frozen=True):
     ledger: LedgerCounts
     loops: dict[str, LoopStatus]
     counters: dict[str, int] = {}  #: `digests_compared`, `digest_mismatches`, `host_tokens_loaded`, `tokens_out`, ...
+    paused: bool = False  #: told to compute nothing until it is told to continue
 
 
 class Answer(msgspec.Struct, tag=True, frozen=True):

@@ -20,6 +20,7 @@ History = Sequence[tuple[float, Progress]]
 class State(Enum):
     IDLE = "idle"
     BUSY = "busy"
+    PAUSED = "paused"
     WEDGED = "wedged"
 
 
@@ -32,7 +33,8 @@ def judge(history: History, now: float, wedge: float) -> Verdict:
     """The verdict on one rank at `now`; `history` is (when it came, report), oldest first, in monotonic seconds.
 
     Wedged: a background loop died; or no report for `wedge` seconds; or runnable work all that time
-    and nothing done of it. No history yet is idle: readiness has its own deadline.
+    and nothing done of it. One that says that it is paused may stand for ever, but neither die nor fall silent.
+    No history yet is idle: readiness has its own deadline.
     """
     if not history:
         return Verdict(State.IDLE)
@@ -42,6 +44,8 @@ def judge(history: History, now: float, wedge: float) -> Verdict:
         return Verdict(State.WEDGED, dead)
     if now - last_at >= wedge:
         return Verdict(State.WEDGED, _silent(now - last_at))
+    if last.paused:
+        return Verdict(State.PAUSED)
     if last.work == 0:
         return Verdict(State.IDLE)
     stands = now - _since(history, _done)
@@ -64,8 +68,8 @@ def judge_engine(ranks: Mapping[int, History], now: float, wedge: float) -> Verd
     verdicts = {number: judge(history, now, wedge) for number, history in ranks.items()}
     wedged = {number: verdict for number, verdict in verdicts.items() if verdict.state is State.WEDGED}
     if not wedged and _behind(ranks, now, wedge) is None:
-        busy = any(verdict.state is State.BUSY for verdict in verdicts.values())
-        return Verdict(State.BUSY if busy else State.IDLE)
+        states = {verdict.state for verdict in verdicts.values()}
+        return Verdict(next((state for state in (State.PAUSED, State.BUSY) if state in states), State.IDLE))
     known = {number: history[-1] for number, history in ranks.items() if history}
     for number, (_, report) in known.items():
         if dead_loop(report) is not None:

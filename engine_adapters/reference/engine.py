@@ -278,6 +278,7 @@ class Engine:
                 ledger=self._agent.ledger_counts(),
                 loops=alive | self._loops,
                 counters=self._counters(),
+                paused=self._loop.paused,
             )
         )
 
@@ -499,6 +500,14 @@ class Engine:
         if self._launch.rank == 0:  # the others drop theirs with it
             self._loop.flush()
 
+    def pause_generation(self, *, abort: bool) -> None:
+        self._loop.pause(True)
+        if abort:
+            self.abort(None, "aborted by /pause_generation")
+
+    def continue_generation(self) -> None:
+        self._loop.pause(False)
+
     def info(self) -> dict[str, Any]:
         return {
             "engine": self._options.name,
@@ -506,6 +515,7 @@ class Engine:
             "incarnation": self._launch.incarnation,
             "queues": self._loop.queues(),
             "steps": self._loop.steps,
+            "paused": self._loop.paused,
             "pages": self.gate.counts(),
             "tickets": self.gate.totals(),
             "counters": self._counters(),

@@ -23,6 +23,7 @@ class Submission(msgspec.Struct, frozen=True):
 class Orders(msgspec.Struct, frozen=True):
     submissions: list[Submission] = []
     flush: bool = False
+    paused: bool = False  #: nothing is computed, and nothing begins, in this round's step
     stop: bool = False
 
 

@@ -65,6 +65,11 @@ class Serving(Protocol):
     def flush(self) -> None:
         """Drops every cached page, device and host. Raises BusyError while a request lives."""
 
+    def pause_generation(self, *, abort: bool) -> None:
+        """Computes nothing, from the step after this one on, until told to continue. Requests are kept, or aborted."""
+
+    def continue_generation(self) -> None: ...
+
     def info(self) -> dict[str, Any]:
         """For /server_info: configuration, queues, ledger counts."""
 

@@ -77,6 +77,7 @@ class StepLoop:
         self._link_lost = False
         self._submitted: deque[Sequence] = deque()
         self._flush = False
+        self._pausing = False
         self._spaces = tuple(self._gate.spaces())
         self._loading: list[LoadJob] = []
         self.rooms: dict[RoomKey, Sequence] = {}  #: every sequence that may hold something, in the agreed order
@@ -87,6 +88,7 @@ class StepLoop:
         self.steps = 0
         self.layers = 0  #: of all steps: a long step is progress too
         self.rounds = 0
+        self.paused = False  #: on every rank since the same round
 
     # ---- from any thread -----------------------------------------------------------------------------
 
@@ -104,6 +106,14 @@ class StepLoop:
     def flush(self) -> None:
         """Rank 0 only: every rank drops its cached pages in the next round in which no sequence lives."""
         self._flush = True
+        self.wake()
+
+    def pause(self, pausing: bool) -> None:
+        """Rank 0 only: from the next round on no rank computes, admits or begins to decode; or all go on.
+
+        Rounds go on: aborts, landings, verdicts and what becomes quiet are applied as ever.
+        """
+        self._pausing = pausing
         self.wake()
 
     def lose_link(self) -> None:
@@ -140,8 +150,9 @@ class StepLoop:
                 if budget is None:
                     self._agreement.least([0])  # no rank ends while another waits for it in a step
                     return False
-                self._grow(budget)
-                self._admit(budget)
+                if not self.paused:
+                    self._grow(budget)
+                    self._admit(budget)
                 if running := self._running():
                     self._step(running, budget)
         return True
@@ -198,12 +209,10 @@ class StepLoop:
         mine = [self._submitted.popleft() for _ in range(len(self._submitted))]
         flush = self._may_flush and not mine
         self._flush = self._flush and not flush
-        orders = Orders([submission(sequence) for sequence in mine], flush, self._stopping)
+        orders = Orders([submission(sequence) for sequence in mine], flush, self._pausing, self._stopping)
         told = self._agreement.tell(encode(orders))
-        if not told:
-            return
-        orders = decoder.decode(told)
-        self._over = orders.stop
+        orders = decoder.decode(told) if told else Orders()
+        self.paused, self._over = orders.paused, orders.stop
         entered = mine if self._agreement.rank == 0 else [self._enter(order) for order in orders.submissions]
         for sequence in entered:
             self.rooms[sequence.key] = sequence
@@ -219,9 +228,10 @@ class StepLoop:
 
     def _apply(self, sequence: Sequence, known: Known) -> None:
         sequence.may_begin = bool(known.told)
+        starts = known.ready and not (sequence.dropped or self.paused)
         if known.abort != NO_ABORT and not sequence.dropped:
             self._drop(sequence, SOURCES[known.abort])
-        elif known.ready and not sequence.dropped and self.transferring.pop(sequence.key, None) is not None:
+        elif starts and self.transferring.pop(sequence.key, None) is not None:
             self._start(sequence)
         if known.vouched and sequence.held is not None and not sequence.dropped:
             self._let_out(sequence)
@@ -344,6 +354,8 @@ class StepLoop:
     # ---- steps ---------------------------------------------------------------------------------------
 
     def _running(self) -> list[Sequence]:
+        if self.paused:
+            return []
         return [s for s in (*self.prefilling, *self.decoding) if not (s.paused or s.retracted or s.over)]
 
     def _step(self, running: list[Sequence], budget: Budget) -> None:

@@ -201,14 +201,16 @@ class Rank:
 
     def report(self) -> None:
         queues = self._queues()
+        paused = bool(getattr(self.scheduler, "_engine_paused", False))
         self._link.send(
             Progress(
                 steps=int(getattr(self.scheduler, "forward_ct", 0)),
-                work=queues["waiting"] + queues["running"],
+                work=0 if paused else queues["waiting"] + queues["running"],
                 queues=queues,
                 ledger=self.agent.ledger_counts(),
                 loops=dict(self._loops),
                 counters=self._counted(),
+                paused=paused,
             )
         )
 

@@ -98,6 +98,44 @@ async def check_serves(client: Client, engine: str) -> None:
 
 
 class TestTwoRanks:
+    async def test_a_paused_engine_is_no_wedged_one(self, two_ranks: Deployment) -> None:
+        """It holds rooms and does nothing for longer than a wedge; they can be aborted, and it drained, as it is."""
+        async with two_ranks.client() as client:
+            async with asked(client, DECODE, 500) as replies:
+                url = (await client.engines())[DECODE]["url"]
+                async with client.http.post(f"{url}/pause_generation", json={"mode": "in_place"}) as answer:
+                    assert answer.status == 200
+
+                async def verdict() -> str:
+                    return str((await client.engines())[DECODE]["verdict"])
+
+                async def paused() -> bool:
+                    return await verdict() == "paused"
+
+                await client.until("the watchdog knows that it is paused", paused)
+                steps, since = (await client.live(DECODE))["steps"], time.monotonic()
+                while time.monotonic() - since < 1.25 * WEDGE:
+                    assert await verdict() == "paused"
+                    await anyio.sleep(0.1)
+                live = await client.live(DECODE)
+                assert (live["steps"], live["queues"]["decoding"] > 0) == (steps, True)
+
+                async def all_are_open() -> bool:
+                    return len(await client.rooms()) == ASKED
+
+                await client.until("every client has its room", all_are_open)
+                assert len(await client.abort()) == ASKED
+            await client.until_at_rest()
+            assert [reply.tokens for reply in replies] == [None] * ASKED
+            assert await verdict() == "paused"
+            assert await client.drain([DECODE], None) == {"drained": [DECODE], "left": []}
+            assert two_ranks.events("engine.wedged", "room.quarantined") == []
+            await client.ask("POST", "/resume", engines=[DECODE])
+            await client.until_ready()
+            assert (await client.engines())[DECODE]["restarts"] == 0
+            ids = prompt(9, 700)
+            assert (await client.generate(ids, 4)).tokens == expected(ids, 4)
+
     async def test_one_of_two_ranks_that_is_stopped_is_named(self, two_ranks: Deployment) -> None:
         async with two_ranks.client() as client:
             async with asked(client, DECODE, 100) as replies:

@@ -131,6 +131,20 @@ async def test_flush_cache() -> None:
     assert client.engine.flushed == 1
 
 
+async def test_pause_and_continue() -> None:
+    async with served() as client:
+        for mode in ({"mode": "in_place"}, {"mode": "abort"}, {}):
+            paused = await client.post("/pause_generation", mode)
+            assert (paused.status, (await paused.json())["status"]) == (200, "ok")
+        continued = await client.post("/continue_generation", {"torch_empty_cache": False})
+        assert (continued.status, (await continued.json())["status"]) == (200, "ok")
+        for mode, shown in (("retract", '"retract"'), ("in-place", '"in-place"'), (["abort"], "one request at a time")):
+            refused = await client.post("/pause_generation", {"mode": mode})
+            assert refused.status == 400
+            assert shown in (await refused.json())["error"]["message"]
+        assert client.engine.paused == ["keeping", "aborting", "aborting", "continued"]
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_server_info(path: str) -> None:
     async with served(role="prefill") as client:

@@ -44,6 +44,7 @@ class FakeEngine:
         self.why_faulty: str | None = None
         self.busy = False
         self.flushed = 0
+        self.paused: list[str] = []
         self.submitted = asyncio.Event()
         self.aborted = asyncio.Event()
         self._loop = asyncio.get_running_loop()
@@ -83,6 +84,12 @@ class FakeEngine:
         if self.busy:
             raise BusyError("2 requests are running")
         self.flushed += 1
+
+    def pause_generation(self, *, abort: bool) -> None:
+        self.paused.append("aborting" if abort else "keeping")
+
+    def continue_generation(self) -> None:
+        self.paused.append("continued")
 
     def info(self) -> dict[str, Any]:
         return {"queues": {"waiting": 0}}

@@ -30,7 +30,11 @@ import sglang.srt.managers.scheduler as sglang_scheduler  # noqa: E402
 from sglang.srt.disaggregation import decode, utils  # noqa: E402
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
-from sglang.srt.managers.io_struct import AbortReq  # noqa: E402
+from sglang.srt.managers.io_struct import (  # noqa: E402
+    AbortReq,
+    ContinueGenerationReqInput,
+    PauseGenerationReqInput,
+)
 from sglang.srt.managers.scheduler_components import request_receiver  # noqa: E402
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
@@ -285,6 +289,32 @@ def a_rank_tells_its_tickets_and_last_events(_: bool) -> None:
     assert {event[2] for event in told["trace"]} >= {"lease", "request"}, told
     assert {ticket["consumer"] for ticket in told["tickets"]} == {"load"}, told
     assert made.rank.query("evidence 7.1") == {"tickets": [], "trace": []}
+
+
+@alone
+def a_paused_scheduler_says_so_and_has_no_runnable_work(_: bool) -> None:
+    made = World(Role.PREFILL)
+    scheduler, stock = made.scheduler, sglang_scheduler.Scheduler
+    scheduler.__dict__.update(
+        waiting_queue=[object()] * 3,
+        disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[]),
+        disagg_prefill_inflight_queue=[],
+        disaggregation_mode=utils.DisaggregationMode.PREFILL,
+        _engine_paused=False,
+        _pause_started_at=None,
+        _pause_intervals=[],
+    )
+    made.rank._link.send = made.frames.append
+
+    def reported() -> tuple[bool, int]:
+        made.rank.report()
+        return made.frames[-1].paused, made.frames[-1].work
+
+    assert reported() == (False, 3)
+    stock.pause_generation(scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert reported() == (True, 0)
+    stock.continue_generation(scheduler, ContinueGenerationReqInput(torch_empty_cache=False))
+    assert reported() == (False, 3)
 
 
 @alone

@@ -99,9 +99,25 @@ def test_a_prefill_of_half_a_minute_with_progress_is_busy_at_every_moment() -> N
     assert verdicts == {State.BUSY}
 
 
-def test_a_paused_engine_has_no_runnable_work() -> None:
-    paused = _report(41, 0, queues={"waiting": 7, "decoding": 3})
-    assert judge_engine({0: _history(*[paused] * 60)}, 59.0, WEDGE).state is State.IDLE
+def test_a_paused_engine_is_paused_however_long() -> None:
+    paused = _report(41, 0, queues={"waiting": 7, "decoding": 3}, paused=True)
+    history = _history(*[_report(41, 3)] * 4, *[paused] * 3600)
+    verdicts = {judge_engine({0: history[: at + 1]}, float(at), WEDGE) for at in range(4, len(history))}
+    assert verdicts == {(State.PAUSED, None)}
+
+
+def test_one_that_continues_has_as_long_as_any_other() -> None:
+    """Nothing was done for an hour, and its work is what it was before."""
+    working, paused = _report(41, 3, queues={"decoding": 3}), _report(41, 0, paused=True)
+    history = _history(working, *[paused] * 3600, *[working] * 9)
+    assert judge(history[:-1], 3608.0, WEDGE).state is State.BUSY
+    assert judge(history, 3609.0, WEDGE).state is State.WEDGED
+
+
+def test_a_paused_engine_still_dies_and_falls_silent() -> None:
+    assert judge(_history(_report(paused=True)), 8.0, WEDGE) == (State.WEDGED, "no progress report for 8.0 s")
+    dead = _report(paused=True, loops={"transfer": LoopStatus(5, "OSError: gone")})
+    assert judge(_history(dead), 0.0, WEDGE).state is State.WEDGED
 
 
 # ---- an engine of several ranks ------------------------------------------------------------------------
@@ -138,6 +154,13 @@ def test_a_deadlock_is_found_before_a_request_has_to_wait_for_it() -> None:
     ranks = {0: _history(*[_rounds(43)] * 9), 1: _history(*[_rounds(42)] * 9)}
     assert judge_engine(ranks, 7.9, WEDGE).state is State.IDLE
     assert judge_engine(ranks, 8.0, WEDGE).state is State.WEDGED
+
+
+def test_ranks_pause_together_and_say_so_apart() -> None:
+    ranks = {0: _history(*[_rounds(at, paused=True) for at in range(30)]), 1: _history(*[_rounds(29, 2)] * 2)}
+    assert judge_engine(ranks, 1.0, WEDGE).state is State.PAUSED
+    stands = {0: _history(*[_rounds(43, paused=True)] * 9), 1: _history(*[_rounds(42, paused=True)] * 9)}
+    assert judge_engine(stands, 8.0, WEDGE).state is State.WEDGED
 
 
 def test_a_dead_loop_is_the_cause_whatever_waits_for_it() -> None:

@@ -41,6 +41,10 @@ HEALTH_GENERATE_S = 20.0
 #: SGLang's rids are matched by prefix, so one must be as long as a rid with its suffix can be.
 ABORT_RID_LENGTH = 512
 
+#: Of /pause_generation; without one it aborts, as SGLang does.
+PAUSE_MODES = ("abort", "in_place")
+_MODE_LENGTH = 32
+
 
 class Reply(Protocol):
     """How one dialect tells an answer."""
@@ -79,6 +83,8 @@ class Front:
             web.post("/abort_request", self.abort_request),
             web.post("/flush_cache", self.flush_cache),
             web.get("/flush_cache", self.flush_cache),
+            web.post("/pause_generation", self.pause_generation),
+            web.post("/continue_generation", self.continue_generation),
             web.get("/server_info", self.server_info),
             web.get("/get_server_info", self.server_info),
         ]
@@ -214,6 +220,19 @@ class Front:
         except BusyError as error:
             raise AnswerError(HTTPStatus.BAD_REQUEST, str(error), code="busy") from error
         return web.Response(text="Cache flushed.\n")
+
+    async def pause_generation(self, http: web.Request) -> web.Response:
+        """SGLang's, but for its mode `retract`. The answer does not wait: /server_info says `paused` when it is so."""
+        mode = string(await _body(http), "mode", _MODE_LENGTH) or "abort"
+        if mode not in PAUSE_MODES:
+            raise invalid(f"mode is {shown(mode)}: {' or '.join(map(shown, PAUSE_MODES))} expected", "mode")
+        self.serving.pause_generation(abort=mode == "abort")
+        return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
+
+    async def continue_generation(self, http: web.Request) -> web.Response:
+        flag(await _body(http), "torch_empty_cache")  # SGLang's; nothing is cached here that it would free
+        self.serving.continue_generation()
+        return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
     async def server_info(self, http: web.Request) -> web.Response:
         mode = "null" if self.role == "single" else self.role
