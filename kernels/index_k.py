@@ -25,10 +25,10 @@ def layout_of(page_bytes: int) -> str:
     raise ValueError(f"index-K pages of {page_bytes} B: 16384 (bf16) or 8448 (fp8) expected")
 
 
-@functools.lru_cache(maxsize=1)
-def hadamard() -> torch.Tensor:
+@functools.lru_cache(maxsize=16)
+def hadamard(device: torch.device) -> torch.Tensor:
     """The fixed rotation: fp32 [128, 128] Sylvester-Hadamard matrix over sqrt(128), its own inverse."""
-    matrix = torch.ones(1, 1)
+    matrix = torch.ones(1, 1, device=device)
     while matrix.shape[0] < DIM:
         matrix = torch.cat([torch.cat([matrix, matrix], 1), torch.cat([matrix, -matrix], 1)], 0)
     return matrix / math.sqrt(DIM)
@@ -75,7 +75,7 @@ def rope_hadamard(rows: torch.Tensor, cos_sin: torch.Tensor, positions: torch.Te
     cos, sin = cos_sin[positions.long(), 0::2], cos_sin[positions.long(), 1::2]
     x[:, ROPE_AT::2] = first * cos - second * sin
     x[:, ROPE_AT + 1 :: 2] = first * sin + second * cos
-    return x @ hadamard().to(x.device)
+    return x @ hadamard(x.device)
 
 
 def read_keys(pages: torch.Tensor, dtype: str, chosen: torch.Tensor, count: int) -> torch.Tensor:

@@ -77,6 +77,16 @@ def paged_logits(
         logits.paged_logits_reference(q, weights, pages, table, lengths, blocks, out, acquired)
 
 
+def release_words(words: torch.Tensor, groups: torch.Tensor, generations: torch.Tensor) -> None:
+    """`tickets.release_reference`, behind all earlier work of the current stream."""
+    if on_gpu(words):
+        from dsv4ctl.kernels.tickets_triton import release
+
+        release(words, groups, generations)
+    else:
+        tickets.release_reference(words, groups, generations)
+
+
 def topk_indices(values: torch.Tensor, k: int) -> torch.Tensor:
     """`topk.topk`: fp32 [rows, n], no NaN -> int64 [rows, min(k, n)], indices ascending."""
     if on_gpu(values) and k < values.shape[1]:

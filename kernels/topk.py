@@ -13,18 +13,18 @@ def topk_reference(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def topk(logits: torch.Tensor, k: int) -> torch.Tensor:
-    """The same bits as `topk_reference`, without sorting; CPU only. NaN is not expected.
+    """The same bits as `topk_reference`, without sorting; on the CPU, or where k >= n. NaN is not expected.
 
     A logit and its index become one int64 key (order-preserving bits of the float above, the complement of
     the index below; little-endian), so all keys differ and any selection algorithm returns the same set.
     """
     rows, n = logits.shape
     if k >= n:
-        return torch.arange(n).expand(rows, n)
+        return torch.arange(n, device=logits.device).expand(rows, n)
     bits = (logits + 0.0).view(torch.int32)
     keys = np.empty((rows, n), dtype=np.int64)
     halves = torch.from_numpy(keys).view(torch.int32).view(rows, n, 2)
-    halves[:, :, 0] = torch.arange(n - 1, -1, -1)
+    halves[:, :, 0] = torch.arange(n - 1, -1, -1, device=logits.device)
     torch.bitwise_xor(bits, (bits >> 31).bitwise_and_(0x7FFFFFFF), out=halves[:, :, 1])
     keys.partition(n - k, axis=-1)
     chosen = (n - 1) - (keys[:, n - k :] & 0xFFFFFFFF)

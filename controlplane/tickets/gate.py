@@ -203,6 +203,18 @@ class Gate:
                 self._wait(ticket, layer + 1, deadline)
             self._record_read(ticket, pool, layer)
 
+    def landing(self, ticket: Ticket, kind: LoadKind, space: str) -> dict[int, int]:
+        """Pages of `space` that loads of `kind` have yet to fill for the ticket, and their generations.
+
+        For a reader that waits for them on the device. None with the ticket's guard off: nothing is waited for.
+        """
+        with self._lock:
+            if ticket.consumer in self._open_consumers:
+                return {}
+            loads = [x for x in ticket.loads if x.kind is kind and x.readable(ticket.consumer) < self.layers]
+            extents = [extent for load in loads for extent in load.extents if extent.space == space]
+            return {p: g for extent in extents for p, g in zip(extent.pages, extent.generations, strict=True)}
+
     def revoke(self, room: Any) -> None:
         with self._lock:
             changed = self._ledger.revoke(room)

@@ -83,11 +83,11 @@ class Gloo:
         return [int(value) for value in agreed.tolist()]
 
     def gather(self, parts: list[torch.Tensor]) -> list[torch.Tensor]:
-        mine = torch.stack(parts)
+        mine = torch.stack(parts).cpu()
         everyone = [torch.empty_like(mine) for _ in range(self.ranks)]
         with _together():
             distributed.all_gather(everyone, mine)
-        return [part for rank in everyone for part in rank.unbind()]
+        return [part.to(parts[0].device) for rank in everyone for part in rank.unbind()]
 
 
 @contextmanager

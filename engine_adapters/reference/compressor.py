@@ -34,7 +34,7 @@ def compress_4(
     else:
         before, own = ring[4:].clone(), rows[: (end_block - first_block) * 4]
         kept = min(chunk.tokens, RING_RATIO_4)
-        slots = torch.arange(chunk.end - kept, chunk.end) % RING_RATIO_4
+        slots = torch.arange(chunk.end - kept, chunk.end, device=ring.device) % RING_RATIO_4
         ring[slots] = rows[-kept:]
         if end_block == first_block:
             return None
@@ -89,7 +89,7 @@ def _pool_overlapping(before: torch.Tensor | None, own: torch.Tensor) -> torch.T
     weighted, weights = _quad_sums(own)
     dim = weights.shape[1] // 2
     if before is None:
-        earlier_weighted, earlier_weights = torch.zeros(1, 2 * dim), torch.zeros(1, 2 * dim)
+        earlier_weighted = earlier_weights = weights.new_zeros(1, 2 * dim)
     else:
         earlier_weighted, earlier_weights = _quad_sums(before)
     numerator = torch.cat([earlier_weighted, weighted[:-1]])[:, :dim] + weighted[:, dim:]

@@ -48,7 +48,11 @@ def digest_pages(
     `valid_rows`: only the first rows of each page count, the other bytes as zero (default: all rows).
     """
     spec, source = pools.specs[pool], pools.layer_bytes(pool, layer)
-    chosen = source[pages[0]][None] if len(pages) == 1 else source[torch.tensor(pages, dtype=torch.int64)]
+    chosen = (
+        source[pages[0]][None]
+        if len(pages) == 1
+        else source[torch.tensor(pages, dtype=torch.int64, device=source.device)]
+    )
     if valid_rows is not None and valid_rows != spec.rows:
         chosen = zero_invalid(spec, chosen.clone(), valid_rows)
     return ops.digest_pages(chosen)

@@ -38,11 +38,12 @@ from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.queries import answer, identity
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
 from dsv4ctl.engine_adapters.reference.cache import PrefixCache
+from dsv4ctl.engine_adapters.reference.copies import Copies, PacedCopies, StreamCopies, paced_gbps
 from dsv4ctl.engine_adapters.reference.decode import Decode
 from dsv4ctl.engine_adapters.reference.evidence import Witness
 from dsv4ctl.engine_adapters.reference.geometry import Geometry as ModelGeometry
 from dsv4ctl.engine_adapters.reference.geometry import pool_specs
-from dsv4ctl.engine_adapters.reference.hicache import HiCache, paced_gbps
+from dsv4ctl.engine_adapters.reference.hicache import HiCache
 from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.model import Model
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
@@ -51,6 +52,7 @@ from dsv4ctl.engine_adapters.reference.orders import Submission
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
+from dsv4ctl.engine_adapters.reference.readiness import ReadinessWords
 from dsv4ctl.engine_adapters.reference.requests import BusyError, Request, RequestRefusedError
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
 from dsv4ctl.engine_adapters.reference.staged import Fault, Staged
@@ -87,7 +89,7 @@ class Engine:
     ) -> None:
         self._launch = launch
         self._options = options
-        self.h2d_gbps: float | None = None
+        self.h2d_gbps: float | None = None  #: of the paced link, on the CPU
         self._log = log
         self._end = end
         self._fault: str | None = None
@@ -114,7 +116,8 @@ class Engine:
         self._pages = {**pages, **{HOST + space: count for space, count in host_pages.items()}}
         self._pools = DevicePools(self.geometry, pages, reference.device)
         self._agreement = agreement or self._meet()
-        self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather)
+        self._model = Model(self.geometry, reference.seed, self._shards(), self._agreement.gather, reference.device)
+        self._words = ReadinessWords(self._pools, self._count) if self._pools.device.type == "cuda" else None
         self.gate = self._make_gate(launch)
         self._link = self._make_link(launch.link)
         self._tell = self._staged.send(self._link.send)
@@ -175,20 +178,26 @@ class Engine:
         )
 
     def _make_hicache(self, host_pages: dict[str, int]) -> HiCache:
-        gbps = self._options.hicache.h2d_gbps
-        if gbps is None:
-            gbps = paced_gbps(self.geometry, layer_seconds(self._model))
-        self.h2d_gbps = gbps
+        host = HostPools(self.geometry, host_pages, pinned=self._words is not None)
         return self._staged.hicache(
             self.gate,
             self._pools,
-            HostPools(self.geometry, host_pages),
-            gbps=gbps,
+            host,
+            self._make_copies(host),
             witness=self._witness,
             counters=self._count,
             told=self._load_ended,
             died=lambda name, error: self._died(name, repr(error)),
         )
+
+    def _make_copies(self, host: HostPools) -> Copies:
+        if self._words is not None:
+            return StreamCopies(self._pools, host, self._words)
+        gbps = self._options.hicache.h2d_gbps
+        if gbps is None:
+            gbps = paced_gbps(self.geometry, layer_seconds(self._model))
+        self.h2d_gbps = gbps
+        return PacedCopies(self._pools, host, gbps)
 
     def _make_loop(self) -> StepLoop:
         prefill = decode = None
@@ -203,6 +212,7 @@ class Engine:
                     load_threshold_pages=self._options.hicache.load_threshold_pages
                 ),
                 None if self._transfer is None else self._transfer.sender,
+                self._words,
             )
         if self._role is not Role.PREFILL:
             inbox = None if self._transfer is None else self._transfer.receiver

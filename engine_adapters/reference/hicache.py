@@ -1,14 +1,9 @@
-"""HiCache: pages move between host and device on threads of their own, layer by layer, under tickets.
-
-On the CPU `h2d_gbps` paces the host-to-device copies like a link: each group of pages lands at the end of the
-time that its bytes take. That is the one emulation; the bytes and the order in which they land are real.
-"""
+"""HiCache: pages move between host and device on threads of their own, layer by layer, under tickets."""
 
 from __future__ import annotations
 
 import queue
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -19,18 +14,14 @@ from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError
 from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.cache import Node
+from dsv4ctl.engine_adapters.reference.copies import Copies
 from dsv4ctl.engine_adapters.reference.digests import digest_pages
 from dsv4ctl.engine_adapters.reference.evidence import Witness, load_mismatch
 from dsv4ctl.engine_adapters.reference.facts import FAILED, LOADED, LOADING
-from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
-from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools, backup_pages, load_pages
+from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 
-#: Prefix pages whose load of one layer takes as long as computing one layer of a chunk (`paced_gbps`).
-LOAD_PAGES = 8
 #: Of a counter: layers of loads in which a pool's bytes were not those that were sealed.
 MISMATCH = "load differs: "
-#: Pages copied between two waits of the paced link.
-_GROUP_PAGES = 4
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,33 +58,6 @@ class BackupJob:
     pieces: tuple[Piece, ...]
 
 
-class Link:
-    """A paced link: `carry` returns when the bytes would have arrived. `gbps` 0: at once."""
-
-    def __init__(self, gbps: float) -> None:
-        self._seconds_per_byte = 1 / (gbps * 1e9) if gbps else 0.0
-        self._free_at = 0.0
-
-    def carry(self, nbytes: int) -> None:
-        if not self._seconds_per_byte:
-            return
-        now = time.monotonic()
-        self._free_at = max(self._free_at, now) + nbytes * self._seconds_per_byte
-        time.sleep(self._free_at - now)
-
-
-def paced_gbps(geometry: Geometry, layer_seconds: Sequence[float]) -> float:
-    """Link speed at which one layer of `LOAD_PAGES` prefix pages takes as long to copy as a layer takes to compute.
-
-    That is the ratio of a real deployment: DeepSeek-V4-Flash, an 80K-token prefix = 312 pages of 53,824 B a ratio-4
-    layer (c4 37,440 + index-K 16,384, bf16) over 53 GB/s measured host-to-device is 0.32 ms, twice that with the
-    host's bandwidth shared; a layer of a 256-token chunk is about 0.4 ms (155 GFLOP at 400 TFLOP/s). Our prompts
-    are shorter, so that `LOAD_PAGES` pages stand for those 312.
-    """
-    page = sum(s.page_bytes * len(s.model_layers) for s in pool_specs(geometry).values() if s.space == "full")
-    return LOAD_PAGES * page / sum(layer_seconds) / 1e9
-
-
 class HiCache:
     """Two daemon threads. A job that fails revokes its sharers.
 
@@ -105,8 +69,8 @@ class HiCache:
         gate: Gate,
         device: DevicePools,
         host: HostPools,
+        copies: Copies,
         *,
-        gbps: float,
         witness: Witness,
         counters: Callable[[str, int], None],
         told: Callable[[str | None], None],
@@ -116,7 +80,7 @@ class HiCache:
         self._device = device
         self._host = host
         self._layers = device.geometry.layers
-        self._link = Link(gbps)
+        self._copies = copies
         self._witness = witness
         self._count = counters
         self._told = told
@@ -152,8 +116,9 @@ class HiCache:
 
     def _run(self, name: str, jobs: queue.SimpleQueue, work: Callable) -> None:  # type: ignore[type-arg]
         try:
-            while (job := jobs.get()) is not None:
-                work(job)
+            with self._copies.stream():
+                while (job := jobs.get()) is not None:
+                    work(job)
         except BaseException as error:  # the thread's last word: nobody else can report it
             self._died(name, error)
             raise
@@ -179,7 +144,7 @@ class HiCache:
         except TicketRevokedError as error:
             return self._fail(job, f"the host copy never landed: {error}")
         for piece in job.pieces:
-            self._copy(piece, layer)
+            self._copy(piece, layer, released=not job.verify)
             self._gate.layer_landed(piece.load, layer + 1)
             stale = self._mismatches(piece, layer) if job.verify else []
             if stale:
@@ -188,6 +153,8 @@ class HiCache:
                     self._count(f"{MISMATCH}{pool}", 1)
                 if self._gate.guarded(Guard.VERDICT):
                     return self._fail(job, f"digest mismatch in {', '.join(stale)} layer {layer} of a hicache load")
+            if job.verify:
+                self._copies.release(layer, piece.device)
             self._gate.layer_verified(piece.load, layer + 1)
         return True
 
@@ -198,21 +165,23 @@ class HiCache:
         self._told(why)
         return False
 
-    def _copy(self, piece: Piece, layer: int) -> None:
-        for pool, spec in self._device.specs.items():
-            if spec.space != piece.device.space or layer not in spec.model_layers:
-                continue
-            for at in range(0, len(piece.device.pages), _GROUP_PAGES):
-                host = piece.host.pages[at : at + _GROUP_PAGES]
-                self._link.carry(len(host) * spec.page_bytes)
-                load_pages(self._host, self._device, pool, layer, host, piece.device.pages[at : at + _GROUP_PAGES])
+    def _copy(self, piece: Piece, layer: int, *, released: bool) -> None:
+        """The layer is in place when this returns; `released`: kernels that wait for its pages may read then."""
+        for pool in self._pools_at(piece, layer):
+            self._copies.load(pool, layer, piece.host.pages, piece.device.pages)
+        if released:
+            self._copies.release(layer, piece.device)
+        self._copies.wait()
+
+    def _pools_at(self, piece: Piece, layer: int) -> list[str]:
+        specs = self._device.specs.values()
+        return [spec.name for spec in specs if spec.space == piece.device.space and layer in spec.model_layers]
 
     def _mismatches(self, piece: Piece, layer: int) -> list[str]:
         """Pools of the piece whose bytes of `layer` on the device are not those that were sealed."""
         stale = []
-        for pool, spec in self._device.specs.items():
-            if spec.space != piece.device.space or layer not in spec.model_layers:
-                continue
+        for pool in self._pools_at(piece, layer):
+            spec = self._device.specs[pool]
             local = spec.local_layer(layer)
             rows = spec.valid_rows(0, self._device.geometry.page_tokens)
             found = digest_pages(self._device, pool, layer, piece.device.pages, rows)
@@ -244,6 +213,7 @@ class HiCache:
             self._gate.layer_landed(piece.load, layer + 1)
 
     def _save(self, piece: Piece, layer: int) -> None:
-        for pool, spec in self._device.specs.items():
-            if pool in piece.host.pools and spec.space == piece.device.space and layer in spec.model_layers:
-                backup_pages(self._device, self._host, pool, layer, piece.device.pages, piece.host.pages)
+        for pool in self._pools_at(piece, layer):
+            if pool in piece.host.pools:
+                self._copies.save(pool, layer, piece.device.pages, piece.host.pages)
+        self._copies.wait()

@@ -8,6 +8,7 @@ from importlib.util import find_spec
 
 import msgspec
 
+from dsv4ctl.engine_adapters.gpu import no_gpu
 from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, LaunchSpec, encode_request
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
@@ -29,11 +30,15 @@ def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     if model.mlp % options.ranks:
         shares = [str(ranks) for ranks in range(1, model.mlp + 1) if model.mlp % ranks == 0]
         yield "ranks", f"expected one of {', '.join(shares)} (equal parts of the model), found {options.ranks}"
+    if options.reference.device == "cuda" and options.hicache.h2d_gbps is not None:
+        yield "hicache.h2d_gbps", "expected none with reference.device = \"cuda\": it paces the copies on a CPU"
 
 
 def launch(request: LaunchRequest) -> LaunchSpec:
-    """Raises AdapterError if torch, numpy or NIXL is not installed."""
+    """Raises AdapterError if torch, numpy or NIXL is not installed, or there is no GPU and one is asked for."""
     missing = [name for name in _NEEDS if find_spec(name) is None]
     if missing:
         raise AdapterError(f"the reference engine needs {', '.join(missing)}: pip install 'dsv4ctl[reference]'")
+    if msgspec.convert(request.engine, EngineOptions).reference.device == "cuda" and (lacking := no_gpu()):
+        raise AdapterError(f'{lacking}; reference.device = "cpu" runs anywhere')
     return LaunchSpec((sys.executable, "-m", "dsv4ctl.engine_adapters.reference"), encode_request(request))

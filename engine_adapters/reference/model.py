@@ -16,6 +16,7 @@ from torch.nn import functional
 
 from dsv4ctl.engine_adapters.reference.compressor import compress_4, compress_128
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
+from dsv4ctl.engine_adapters.reference.indexer import paged_logits
 from dsv4ctl.engine_adapters.reference.rope import Rope
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, Gate
 from dsv4ctl.engine_adapters.reference.weights import (
@@ -48,15 +49,21 @@ class Model:
     """
 
     def __init__(
-        self, geometry: Geometry, seed: int, shards: range | None = None, gather: Gather = gather_nothing
+        self,
+        geometry: Geometry,
+        seed: int,
+        shards: range | None = None,
+        gather: Gather = gather_nothing,
+        device: str | torch.device = "cpu",
     ) -> None:
         torch.set_num_threads(1)
         self.geometry = geometry
         self.shards = range(geometry.heads) if shards is None else shards
         self._gather = gather
         self.seed = seed
-        self.weights = make_weights(geometry, seed)
-        self.rope = Rope(geometry)
+        self.device = torch.device(device)
+        self.weights = make_weights(geometry, seed, self.device)
+        self.rope = Rope(geometry, self.device)
 
     @torch.inference_mode()
     def embed(self, chunk: Chunk) -> torch.Tensor:
@@ -80,11 +87,16 @@ class Model:
     def _sum(self, parts: list[torch.Tensor]) -> torch.Tensor:
         return functools.reduce(torch.add, self._gather(parts))
 
+    def wait(self) -> None:
+        """Everything that was launched is done: what a forward read may be reused, what it wrote may be read."""
+        if self.device.type == "cuda":
+            torch.cuda.current_stream(self.device).synchronize()
+
     @torch.inference_mode()
     def next_token(self, hidden: torch.Tensor) -> int:
         """Greedy token after the last row of the last layer's hidden state; the lowest id wins ties."""
         logits = _normed(hidden[-1]) @ self.weights.head + self.weights.head_bias
-        return int(np.argmax(logits.numpy()))
+        return int(np.argmax(logits.cpu().numpy()))
 
     def forward(self, chunk: Chunk, gate: Gate) -> torch.Tensor:
         """All layers of one chunk: fp32 [T, hidden]."""
@@ -153,7 +165,7 @@ class Model:
         kv = self.rope.at_blocks(_normed(kv), block, 4)
         first = chunk.full_page * (geometry.page_tokens // 4) + row
         chunk.pools.rows("c4_kv", layer)[first : first + kv.shape[0]] = kv.to(torch.bfloat16)
-        keys = self.rope.at_blocks(_normed(keys), block, 4) @ index_k.hadamard()
+        keys = self.rope.at_blocks(_normed(keys), block, 4) @ index_k.hadamard(self.device)
         pages = chunk.pools.layer_bytes("index_k", layer)
         index_k.store_keys(pages, geometry.index_k_dtype, chunk.full_page, row, keys)
 
@@ -168,10 +180,15 @@ class Model:
         """The indexer: logical block numbers int64 [T, k], ascending; those not yet visible come out too."""
         geometry = self.geometry
         query = self.rope.at(index_query.view(chunk.tokens, geometry.index_heads, geometry.index_dim), chunk.start)
+        query, own = query @ index_k.hadamard(self.device), chunk.hidden_4.shape[1]
+        if self.device.type == "cuda":
+            logits = paged_logits(query, index_weight, chunk, layer, gate)
+            logits[:, logits.shape[1] - own :] += chunk.hidden_4
+            return ops.topk_indices(logits, geometry.index_topk)
         gate("indexer", "index_k", layer)
         pages = chunk.pools.layer_bytes("index_k", layer)
         keys = index_k.read_keys(pages, geometry.index_k_dtype, chunk.full_pages, chunk.end // 4)
-        query, own, chosen = query @ index_k.hadamard(), chunk.hidden_4.shape[1], []
+        chosen = []
         for block in chunk.query_blocks:
             logits = index_k.index_logits(query[block.queries], index_weight[block.queries], keys)
             logits[:, logits.shape[1] - own :] += chunk.hidden_4[block.queries]
@@ -184,7 +201,9 @@ class Model:
         """Compressed rows of the chosen blocks [T, k] of some queries: fp32 [T, k, kv_dim], and their bias [T, k]."""
         rows = chunk.rows_4[chosen.reshape(-1)]
         selected = chunk.pools.rows("c4_kv", layer).index_select(0, rows).to(torch.float32)
-        bias = torch.zeros(chosen.shape).masked_fill_((chosen + 1) * 4 > positions[:, None] + 1, NEVER)
+        bias = torch.zeros(chosen.shape, device=self.device).masked_fill_(
+            (chosen + 1) * 4 > positions[:, None] + 1, NEVER
+        )
         return selected.view(*chosen.shape, -1), bias.add_(COMPRESSED_BONUS[4])
 
     def _compress_128(self, layer: int, weights: LayerWeights, rows: torch.Tensor, chunk: Chunk, gate: Gate) -> None:
@@ -202,7 +221,7 @@ class Model:
         """All completed ratio-128 rows: fp32 [n, kv_dim], and their bias [T, n]."""
         gate("attention", "c128_kv", layer)
         shared = chunk.pools.rows("c128_kv", layer).index_select(0, chunk.rows_128).to(torch.float32)
-        bias = torch.full((chunk.tokens, shared.shape[0]), COMPRESSED_BONUS[128])
+        bias = torch.full((chunk.tokens, shared.shape[0]), COMPRESSED_BONUS[128], device=self.device)
         bias[:, shared.shape[0] - chunk.hidden_128.shape[1] :] += chunk.hidden_128
         return shared, bias
 

@@ -16,6 +16,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 
 import msgspec
+import torch
 
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_page, fold_pages
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
@@ -36,8 +37,8 @@ class OracleRun:
 class Oracle:
     """Answers requests one at a time; every request gets fresh pools."""
 
-    def __init__(self, geometry: Geometry, seed: int) -> None:
-        self.model = Model(geometry, seed)
+    def __init__(self, geometry: Geometry, seed: int, device: str = "cpu") -> None:
+        self.model = Model(geometry, seed, device=device)
 
     def generate(self, ids: Sequence[int], max_new_tokens: int, ignore_eos: bool = True) -> OracleRun:
         """Prefill `ids`, then decode greedily: `max_new_tokens` tokens, fewer at EOS unless `ignore_eos`.
@@ -47,7 +48,7 @@ class Oracle:
         """
         geometry = self.model.geometry
         check_request(geometry, ids, max_new_tokens)
-        pools, table = private_pools(geometry, len(ids) + max_new_tokens)
+        pools, table = private_pools(geometry, len(ids) + max_new_tokens, self.model.device)
         pages: list[PageDigests] = []
         token = -1
         for start, end in chunk_spans(geometry, 0, len(ids)):
@@ -76,16 +77,16 @@ def check_request(geometry: Geometry, ids: Sequence[int], max_new_tokens: int) -
         raise ValueError(f"{len(ids)} + {max_new_tokens} tokens: at most {geometry.context_tokens} fit the context")
 
 
-def private_pools(geometry: Geometry, tokens: int) -> tuple[DevicePools, PageTable]:
+def private_pools(geometry: Geometry, tokens: int, device: str | torch.device = "cpu") -> tuple[DevicePools, PageTable]:
     """Pools for one sequence of at most `tokens` tokens, and its table (all pages, no sharing)."""
     count = geometry.pages_for(tokens)
-    pools = DevicePools(geometry, {"full": count, "swa": count, "state": 1})
+    pools = DevicePools(geometry, {"full": count, "swa": count, "state": 1}, device)
     return pools, PageTable(full=list(range(count)), swa={page: page for page in range(count)}, state=0)
 
 
 def layer_seconds(model: Model, context: int = 1024, repeats: int = 5) -> list[float]:
     """Median seconds of each layer for a 256-token chunk that ends at `context` (a multiple of 256)."""
-    pools, table = private_pools(model.geometry, context)
+    pools, table = private_pools(model.geometry, context, model.device)
     spans = chunk_spans(model.geometry, 0, context)
     ids = [65 + token % 26 for token in range(model.geometry.page_tokens)]
     for start, _ in spans:
@@ -135,13 +136,16 @@ def main() -> None:
     parser = argparse.ArgumentParser(description="one-at-a-time oracle of the reference engine (JSON lines)")
     parser.add_argument("--geometry", default="{}", help="JSON object; fields left out have their defaults")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument(
+        "--device", choices=("cpu", "cuda"), default="cpu", help="the engines' device: equal means equal"
+    )
     parser.add_argument("--stop-at-eos", action="store_true")
     arguments = parser.parse_args()
     try:
         geometry = msgspec.json.decode(arguments.geometry, type=Geometry)
     except (msgspec.DecodeError, msgspec.ValidationError) as error:
         parser.error(f"--geometry: {error}")
-    oracle = Oracle(geometry, arguments.seed)
+    oracle = Oracle(geometry, arguments.seed, arguments.device)
     for line in sys.stdin.buffer:
         sys.stdout.buffer.write(answer_line(oracle, line, not arguments.stop_at_eos) + b"\n")
         sys.stdout.buffer.flush()

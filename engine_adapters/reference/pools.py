@@ -49,12 +49,13 @@ class DevicePools:
     `pages` gives the number of pages of each space. Raises ValueError on a missing or empty space.
     """
 
-    def __init__(self, geometry: Geometry, pages: Mapping[str, int], device: str = "cpu") -> None:
+    def __init__(self, geometry: Geometry, pages: Mapping[str, int], device: str | torch.device = "cpu") -> None:
         self.geometry = geometry
+        self.device = torch.device(device)
         self.specs = pool_specs(geometry)
         self.pages = _checked_pages(pages)
         self._bytes = {
-            spec.name: _aligned_zeros((len(spec.model_layers), self.pages[spec.space], spec.page_bytes), device)
+            spec.name: _aligned_zeros((len(spec.model_layers), self.pages[spec.space], spec.page_bytes), self.device)
             for spec in self.specs.values()
         }
         self._rows = {
@@ -94,14 +95,19 @@ class DevicePools:
 
 
 class HostPools:
-    """Page-first pools: per pool one contiguous uint8 tensor [pages, pool_layers, page_bytes], zeroed."""
+    """Page-first pools: per pool one contiguous uint8 tensor [pages, pool_layers, page_bytes], zeroed.
 
-    def __init__(self, geometry: Geometry, pages: Mapping[str, int]) -> None:
+    `pinned`: in memory that a GPU reads and writes.
+    """
+
+    def __init__(self, geometry: Geometry, pages: Mapping[str, int], *, pinned: bool = False) -> None:
         self.geometry = geometry
         self.specs = pool_specs(geometry)
         self.pages = _checked_pages(pages)
         self._bytes = {
-            spec.name: _aligned_zeros((self.pages[spec.space], len(spec.model_layers), spec.page_bytes), "cpu")
+            spec.name: _aligned_zeros(
+                (self.pages[spec.space], len(spec.model_layers), spec.page_bytes), torch.device("cpu"), pinned
+            )
             for spec in self.specs.values()
         }
 
@@ -159,7 +165,7 @@ def page_bytes_by_space(geometry: Geometry, model_layer: int | None = None) -> d
 
 def valid_mask(spec: PoolSpec, valid_rows: int) -> torch.Tensor:
     """bool [page_bytes]: which bytes of a page belong to its first `valid_rows` rows."""
-    mask = torch.zeros(spec.page_bytes, dtype=torch.bool)
+    mask = torch.zeros(spec.page_bytes, dtype=torch.bool, device="cpu")
     for start, end in spec.valid_ranges(valid_rows):
         mask[start:end] = True
     return mask
@@ -187,8 +193,8 @@ def _checked_pages(pages: Mapping[str, int]) -> dict[Space, int]:
     return checked
 
 
-def _aligned_zeros(shape: tuple[int, int, int], device: str) -> torch.Tensor:
-    tensor = torch.zeros(shape, dtype=torch.uint8, device=device)
+def _aligned_zeros(shape: tuple[int, int, int], device: torch.device, pinned: bool = False) -> torch.Tensor:
+    tensor = torch.zeros(shape, dtype=torch.uint8, device=device, pin_memory=pinned)
     if tensor.data_ptr() % PAGE_ALIGNMENT:
         raise RuntimeError(f"the allocator returned memory not aligned to {PAGE_ALIGNMENT} B")
     return tensor

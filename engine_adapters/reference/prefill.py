@@ -15,6 +15,7 @@ from dsv4ctl.engine_adapters.reference.geometry import SPACES
 from dsv4ctl.engine_adapters.reference.hicache import BackupJob, HiCache, LoadJob, Piece
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.readiness import Landing, ReadinessWords
 from dsv4ctl.engine_adapters.reference.sender import SealedChunk
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, make_chunk
 from dsv4ctl.engine_adapters.reference.sequences import ATTENTION_POOLS, INDEXER_POOLS, Sequence
@@ -35,7 +36,7 @@ class Outbox(Protocol):
 
 
 class Prefill:
-    """`outbox` None: a single engine, which goes on to decode where it stands."""
+    """`outbox` None: a single engine, which goes on to decode where it stands. `words`: readers wait on the device."""
 
     def __init__(
         self,
@@ -45,6 +46,7 @@ class Prefill:
         hicache: HiCache | None,
         policy: HiCachePolicy,
         outbox: Outbox | None,
+        words: ReadinessWords | None = None,
     ) -> None:
         self._agent = agent
         self._gate: Gate = agent.gate
@@ -54,6 +56,7 @@ class Prefill:
         self._hicache = hicache
         self._policy = policy
         self._outbox = outbox
+        self._words = words
 
     # ---- admission -----------------------------------------------------------------------------------
 
@@ -176,7 +179,15 @@ class Prefill:
         start = sequence.computed
         end = min(start + self._page_tokens, sequence.prompt)
         state_from = sequence.state_from if sequence.state_from is not None else sequence.table.state
-        return make_chunk(self._pools, sequence.ids[start:end], start, sequence.table, state_from)
+        landing = self._landing(sequence, end)
+        return make_chunk(self._pools, sequence.ids[start:end], start, sequence.table, state_from, landing)
+
+    def _landing(self, sequence: Sequence, end: int) -> Landing | None:
+        ticket = sequence.tickets.get(Consumer.INDEXER)
+        if self._words is None or ticket is None:
+            return None
+        loading = self._gate.landing(ticket, LoadKind.HICACHE, "full")
+        return self._words.landing(sequence.table.full[: -(-end // self._page_tokens)], loading)
 
     def computed(self, sequence: Sequence, end: int, budget: Budget) -> bool:
         """The chunk that ends at `end` is in the pools. True if it was the prompt's last."""

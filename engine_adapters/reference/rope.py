@@ -12,10 +12,10 @@ THETA = 10000.0
 class Rope:
     """Tables of cosines and sines: fp32 [context_tokens, rope_dim / 2]."""
 
-    def __init__(self, geometry: Geometry) -> None:
+    def __init__(self, geometry: Geometry, device: torch.device) -> None:
         half = geometry.rope_dim // 2
-        frequencies = THETA ** (-torch.arange(half, dtype=torch.float64) / half)
-        angles = torch.arange(geometry.context_tokens, dtype=torch.float64)[:, None] * frequencies
+        frequencies = THETA ** (-torch.arange(half, dtype=torch.float64, device=device) / half)
+        angles = torch.arange(geometry.context_tokens, dtype=torch.float64, device=device)[:, None] * frequencies
         self._half = half
         self._cos, self._sin = angles.cos().to(torch.float32), angles.sin().to(torch.float32)
 

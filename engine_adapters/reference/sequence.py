@@ -10,6 +10,7 @@ import torch
 
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.pools import DevicePools
+from dsv4ctl.engine_adapters.reference.readiness import Landing
 
 QUERY_BLOCK = 64
 """Queries computed together: small enough that their rows stay in the processor's cache."""
@@ -55,10 +56,11 @@ class Chunk:
     Built by `make_chunk`; all index tensors are int64 and point into flat pool rows (page * rows + row).
     With T tokens from `start`: window keys are the K tokens from max(0, start - window + 1) to start + T - 1;
     compressed rows (`rows_4`, `rows_128`) are those of the sequence's completed blocks; the blocks of the
-    chunk's own page come last, with biases `hidden_4`, `hidden_128`.
+    chunk's own page come last, with biases `hidden_4`, `hidden_128`. `landing`: index keys that a kernel waits for.
     """
 
     pools: DevicePools
+    landing: Landing | None
     ids: torch.Tensor
     start: int
     positions: torch.Tensor
@@ -101,7 +103,12 @@ def chunk_spans(geometry: Geometry, start: int, length: int) -> list[tuple[int, 
 
 
 def make_chunk(
-    pools: DevicePools, ids: Sequence[int], start: int, table: PageTable, state_from: int | None = None
+    pools: DevicePools,
+    ids: Sequence[int],
+    start: int,
+    table: PageTable,
+    state_from: int | None = None,
+    landing: Landing | None = None,
 ) -> Chunk:
     """Tokens `ids` at positions start.. of the sequence behind `table`.
 
@@ -121,13 +128,15 @@ def make_chunk(
         raise ValueError(f"page table lacks swa pages {missing}; positions {first}..{end - 1} need them")
     if table.state < 0:
         raise ValueError("page table has no state slot")
-    positions = torch.arange(start, end)
-    keys = torch.arange(first, end)
-    full_pages = torch.tensor(table.full[: page + 1])
-    swa_pages = torch.tensor([table.swa[at] for at in range(first // page_tokens, page + 1)])
+    device = pools.device
+    positions = torch.arange(start, end, device=device)
+    keys = torch.arange(first, end, device=device)
+    full_pages = torch.tensor(table.full[: page + 1], device=device)
+    swa_pages = torch.tensor([table.swa[at] for at in range(first // page_tokens, page + 1)], device=device)
     return Chunk(
         pools=pools,
-        ids=torch.tensor(ids, dtype=torch.int64),
+        landing=landing,
+        ids=torch.tensor(ids, dtype=torch.int64, device=device),
         start=start,
         positions=positions,
         state_from=table.state if state_from is None else state_from,
@@ -136,42 +145,43 @@ def make_chunk(
         full_page=table.full[page],
         full_pages=full_pages,
         window_rows=swa_pages[keys // page_tokens - first // page_tokens] * page_tokens + keys % page_tokens,
-        query_blocks=_query_blocks(start, end, geometry.window),
+        query_blocks=_query_blocks(start, end, geometry.window, device),
         rows_4=_block_rows(full_pages, page_tokens // 4, end // 4),
         rows_128=_block_rows(full_pages, page_tokens // 128, end // 128),
-        hidden_4=_hidden_blocks(start % page_tokens, len(ids), 4),
-        hidden_128=_hidden_blocks(start % page_tokens, len(ids), 128),
+        hidden_4=_hidden_blocks(start % page_tokens, len(ids), 4, device),
+        hidden_128=_hidden_blocks(start % page_tokens, len(ids), 128, device),
     )
 
 
-def _query_blocks(start: int, end: int, window: int) -> tuple[QueryBlock, ...]:
+def _query_blocks(start: int, end: int, window: int, device: torch.device) -> tuple[QueryBlock, ...]:
     first = max(0, start - window + 1)
     blocks = []
     for at in range(start, end, QUERY_BLOCK):
         stop, low = min(at + QUERY_BLOCK, end), max(0, at - window + 1)
-        bias = _window_bias(stop - at, stop - low, window)
+        bias = _window_bias(stop - at, stop - low, window, device)
         blocks.append(QueryBlock(slice(at - start, stop - start), slice(low - first, stop - first), bias))
     return tuple(blocks)
 
 
 @functools.lru_cache(maxsize=1024)
-def _window_bias(queries: int, keys: int, window: int) -> torch.Tensor:
+def _window_bias(queries: int, keys: int, window: int, device: torch.device) -> torch.Tensor:
     """Bias of queries at the end of a run of keys: each sees itself and the window - 1 keys before it."""
-    distance = torch.arange(keys - queries, keys)[:, None] - torch.arange(keys)[None, :]
-    return torch.zeros(queries, keys).masked_fill_((distance < 0) | (distance >= window), float("-inf"))
+    at = torch.arange(keys, device=device)
+    distance = at[keys - queries :, None] - at[None, :]
+    return torch.zeros(queries, keys, device=device).masked_fill_((distance < 0) | (distance >= window), float("-inf"))
 
 
 def _block_rows(pages: torch.Tensor, per_page: int, blocks: int) -> torch.Tensor:
     """Flat pool rows of the sequence's first `blocks` compressed blocks."""
-    return (pages[:, None] * per_page + torch.arange(per_page)).view(-1)[:blocks]
+    return (pages[:, None] * per_page + torch.arange(per_page, device=pages.device)).view(-1)[:blocks]
 
 
 @functools.lru_cache(maxsize=2048)
-def _hidden_blocks(offset: int, tokens: int, ratio: int) -> torch.Tensor:
+def _hidden_blocks(offset: int, tokens: int, ratio: int, device: torch.device) -> torch.Tensor:
     """Bias fp32 [tokens, blocks] for the blocks of the chunk's own page: -inf until a block is complete."""
-    seen = (torch.arange(offset, offset + tokens) + 1) // ratio
-    blocks = torch.arange((offset + tokens) // ratio)
-    return torch.zeros(tokens, blocks.shape[0]).masked_fill_(blocks >= seen[:, None], float("-inf"))
+    seen = (torch.arange(offset, offset + tokens, device=device) + 1) // ratio
+    blocks = torch.arange((offset + tokens) // ratio, device=device)
+    return torch.zeros(tokens, blocks.shape[0], device=device).masked_fill_(blocks >= seen[:, None], float("-inf"))
 
 
 def _check_span(geometry: Geometry, tokens: int, start: int) -> None:

@@ -367,6 +367,7 @@ class StepLoop:
                 if not self._skips(sequence):
                     hidden[at] = self._model.forward_layer(layer, hidden[at], chunk, sequence.read)
             self.layers += 1
+        self._model.wait()
         self.steps += 1
         whole = self._least([int(self._whole(sequence)) for sequence, _ in batch])
         for (sequence, chunk), result, right in zip(batch, hidden, whole, strict=True):

@@ -9,6 +9,7 @@ from functools import partial
 from typing import Protocol
 
 import anyio
+import torch
 from anyio.abc import SocketAttribute, TaskGroup
 
 from dsv4ctl.controlplane.link.wire import Geometry, OpenRoom, Role
@@ -150,8 +151,10 @@ class Transfer:
             self._started.set()
 
     async def _serve(self) -> None:
-        on_host = self._pools.bytes_of(next(iter(self._pools.specs))).device.type == "cpu"
-        memory: Memory = "DRAM" if on_host else "VRAM"
+        memory: Memory = "DRAM"
+        if self._pools.device.type == "cuda":
+            memory = "VRAM"
+            torch.cuda.set_device(self._pools.device)  # this thread's context is the one that NIXL's copies need
         self._nixl = self._make_transport(self._incarnation, self._pools.regions(), memory)
         self._stopping = anyio.Event()
         try:

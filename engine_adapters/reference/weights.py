@@ -1,4 +1,5 @@
-"""Seeded random weights: the same in every process with the same torch release. The model knows nothing.
+"""Seeded random weights: the same in every process with the same torch release and on every device. The model
+knows nothing.
 
 The gains are chosen so that damage shows: attention is peaked (a few rows decide) and outweighs the
 residual stream, so wrong bytes in any pool change greedy tokens soon (measured in tests/reference_model).
@@ -54,20 +55,20 @@ class Weights:
     layers: tuple[LayerWeights, ...]
 
 
-def make_weights(geometry: Geometry, seed: int) -> Weights:
-    """Weights of a geometry. Values are rounded to bf16 and kept in fp32, the type they are used in."""
+def make_weights(geometry: Geometry, seed: int, device: torch.device) -> Weights:
+    """Weights of a geometry, drawn on the CPU, rounded to bf16 and kept in fp32: so they are used."""
     hidden = geometry.hidden
-    head_bias = torch.full((geometry.vocab,), float("-inf"))
-    head_bias[torch.tensor([*PRINTABLE, EOS])] = 0.0
+    head_bias = torch.full((geometry.vocab,), float("-inf"), device="cpu")
+    head_bias[[*PRINTABLE, EOS]] = 0.0
     return Weights(
-        embed=_normal(seed, "embed", geometry.vocab, hidden),
-        head=_normal(seed, "head", hidden, geometry.vocab) / hidden**0.5,
-        head_bias=head_bias,
-        layers=tuple(_layer(geometry, seed, layer) for layer in range(geometry.layers)),
+        embed=_normal(seed, "embed", geometry.vocab, hidden).to(device),
+        head=(_normal(seed, "head", hidden, geometry.vocab) / hidden**0.5).to(device),
+        head_bias=head_bias.to(device),
+        layers=tuple(_layer(geometry, seed, layer, device) for layer in range(geometry.layers)),
     )
 
 
-def _layer(geometry: Geometry, seed: int, layer: int) -> LayerWeights:
+def _layer(geometry: Geometry, seed: int, layer: int, device: torch.device) -> LayerWeights:
     ratio, hidden = geometry.compress_ratios[layer], geometry.hidden
     attention = geometry.heads * geometry.kv_dim
     widths = [geometry.kv_dim]
@@ -79,10 +80,10 @@ def _layer(geometry: Geometry, seed: int, layer: int) -> LayerWeights:
     kv_width = geometry.kv_dim * (2 if ratio == 4 else 1)
 
     def normal(name: str, rows: int, columns: int, gain: float = 1.0) -> torch.Tensor:
-        return _normal(seed, f"{layer}.{name}", rows, columns) * (gain / rows**0.5)
+        return (_normal(seed, f"{layer}.{name}", rows, columns) * (gain / rows**0.5)).to(device)
 
     def position(name: str, width: int) -> torch.Tensor:
-        return _normal(seed, f"{layer}.{name}", ratio, width).repeat(geometry.page_tokens // ratio, 1)
+        return _normal(seed, f"{layer}.{name}", ratio, width).repeat(geometry.page_tokens // ratio, 1).to(device)
 
     project = _bf16(normal("project", hidden, attention + sum(widths)))
     gate_up = _bf16(normal("gate_up", hidden, 2 * geometry.mlp)).chunk(2 * geometry.heads, dim=1)
@@ -105,8 +106,8 @@ def _shards(parts: Sequence[torch.Tensor]) -> tuple[torch.Tensor, ...]:
 
 def _normal(seed: int, name: str, rows: int, columns: int) -> torch.Tensor:
     """Standard normal values, drawn from a stream of their own: one tensor's shape moves no other."""
-    generator = torch.Generator().manual_seed(seed * 0x9E3779B1 + zlib.crc32(name.encode()) & (1 << 63) - 1)
-    return _bf16(torch.randn(rows, columns, generator=generator))
+    generator = torch.Generator("cpu").manual_seed(seed * 0x9E3779B1 + zlib.crc32(name.encode()) & (1 << 63) - 1)
+    return _bf16(torch.randn(rows, columns, generator=generator, device="cpu"))
 
 
 def _bf16(values: torch.Tensor) -> torch.Tensor:

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import msgspec
 
+from dsv4ctl.engine_adapters.gpu import no_gpu
 from dsv4ctl.engine_adapters.protocol import AdapterError
 
 #: Entry point group and name by which SGLang finds our hooks.
@@ -37,8 +38,6 @@ json.dump({{
 """
 #: Keeps the working directory out of the import path: a folder `kernels` there would hide what transformers imports.
 PATH_GUARD = {"PYTHONSAFEPATH": "1"}
-#: Any of these files: the NVIDIA driver is there.
-DRIVER = ("/proc/driver/nvidia/version", "/dev/nvidiactl", "/dev/nvidia0", "/dev/dxg")
 
 
 class Installed(msgspec.Struct, frozen=True):
@@ -92,6 +91,6 @@ def missing(installed: Installed, python: str, *, transfers: bool, gpu: bool) ->
         )
     if transfers and not installed.nixl:
         return f"NIXL is not installed in the environment of {python}: {python} -m pip install nixl"
-    if gpu and not any(Path(file).exists() for file in DRIVER):
-        return f"no NVIDIA GPU here: none of {', '.join(DRIVER)} exists (--device in sglang.extra_args names another)"
+    if gpu and (lacking := no_gpu()):
+        return f"{lacking} (--device in sglang.extra_args names another device)"
     return None

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from pathlib import Path
 
 import msgspec
@@ -10,7 +11,7 @@ import pytest
 from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import check, load, parse
 from dsv4ctl.controlplane.config.problems import ConfigError
-from dsv4ctl.controlplane.config.schema import embedded
+from dsv4ctl.controlplane.config.schema import ReferenceConfig, embedded
 from dsv4ctl.controlplane.config.semantics import Facts
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 
@@ -235,3 +236,12 @@ def test_an_engine_whose_packages_are_missing_names_the_extra(monkeypatch: pytes
     engine = embedded().engines[0]
     monkeypatch.setattr("dsv4ctl.engine_adapters.reference.launch.find_spec", lambda name: None)
     assert "pip install 'dsv4ctl[reference]'" in (installed.missing(engine) or "")
+
+
+def test_an_engine_on_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = embedded().engines[0]
+    engine = msgspec.structs.replace(engine, reference=ReferenceConfig(device="cuda"))
+    monkeypatch.setattr("dsv4ctl.engine_adapters.gpu.DRIVER", ("/no/such/driver",))
+    assert "no NVIDIA GPU here" in (installed.missing(engine) or "")
+    monkeypatch.setattr("dsv4ctl.engine_adapters.gpu.DRIVER", (os.devnull,))
+    assert installed.missing(engine) is None

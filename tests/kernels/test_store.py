@@ -58,7 +58,7 @@ def test_rope_turns_pairs_of_the_last_64_dims_and_keeps_their_length() -> None:
     quarter = torch.tensor([0.0, 1.0]).repeat(32)[None]
     straight = index_k.norm_rope_hadamard(rows, ones, torch.tensor([1.0, 0.0]).repeat(32)[None], torch.zeros(3), 0.0)
     turned = index_k.norm_rope_hadamard(rows, ones, quarter, torch.zeros(3), 0.0)
-    before, after = straight @ index_k.hadamard(), turned @ index_k.hadamard()
+    before, after = straight @ index_k.hadamard(straight.device), turned @ index_k.hadamard(turned.device)
     assert torch.allclose(after[:, :64], before[:, :64], atol=1e-5)
     assert torch.allclose(after[:, 64::2], -before[:, 65::2], atol=1e-5)
     assert torch.allclose(after[:, 65::2], before[:, 64::2], atol=1e-5)

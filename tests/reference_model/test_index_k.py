@@ -9,7 +9,7 @@ def keys(count: int) -> torch.Tensor:
 
 
 def test_the_rotation_is_orthogonal() -> None:
-    rotation = index_k.hadamard()
+    rotation = index_k.hadamard(torch.device("cpu"))
     assert torch.allclose(rotation @ rotation, torch.eye(128), atol=1e-6)
 
 

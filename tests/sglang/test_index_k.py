@@ -60,7 +60,7 @@ def test_index_keys_are_stored_in_bf16_and_attention_keys_by_sglang() -> None:
     pages = torch.zeros(2, index_k.PAGE_BYTES["bf16"], dtype=torch.uint8)
     row = torch.randn(1, 128)
     assert stored(row, pages) == []
-    expected = (row * torch.rsqrt(row.square().mean() + 1e-6)) @ index_k.hadamard()
+    expected = (row * torch.rsqrt(row.square().mean() + 1e-6)) @ index_k.hadamard(row.device)
     assert torch.allclose(pages.view(torch.bfloat16).view(128, 128)[65].float(), expected[0], rtol=2**-7, atol=1e-3)
     assert stored(torch.zeros(1, 512), pages)[0]["bf16_store"] is False  # type: ignore[index]
 

@@ -16,6 +16,7 @@ from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import parse
 from dsv4ctl.controlplane.config.problems import ConfigError
 from dsv4ctl.controlplane.config.schema import EngineConfig
+from dsv4ctl.engine_adapters import gpu
 from dsv4ctl.engine_adapters.protocol import ENGINE_VARIABLE, AdapterError, LaunchRequest, LaunchSpec
 from dsv4ctl.engine_adapters.sglang import environment, launch
 from dsv4ctl.engine_adapters.sglang.arguments import declared
@@ -130,9 +131,9 @@ def test_an_interpreter_that_is_none(tmp_path: Path) -> None:
 
 
 def test_a_machine_without_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(environment, "DRIVER", ("/no/such/driver",))
+    monkeypatch.setattr(gpu, "DRIVER", ("/no/such/driver",))
     assert "no NVIDIA GPU here" in _refusal(_with(extra_args=[]))
-    monkeypatch.setattr(environment, "DRIVER", ("/no/such/driver", os.devnull))
+    monkeypatch.setattr(gpu, "DRIVER", ("/no/such/driver", os.devnull))
     assert _launch(_with(extra_args=[])).argv
 
 
