@@ -31,7 +31,7 @@ def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
         shares = [str(ranks) for ranks in range(1, model.mlp + 1) if model.mlp % ranks == 0]
         yield "ranks", f"expected one of {', '.join(shares)} (equal parts of the model), found {options.ranks}"
     if options.reference.device == "cuda" and options.hicache.h2d_gbps is not None:
-        yield "hicache.h2d_gbps", "expected none with reference.device = \"cuda\": it paces the copies on a CPU"
+        yield "hicache.h2d_gbps", 'expected none with reference.device = "cuda": it paces the copies on a CPU'
 
 
 def launch(request: LaunchRequest) -> LaunchSpec:

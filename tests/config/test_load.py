@@ -169,6 +169,10 @@ SEMANTIC = [
         PAIR + "ranks = 3",
         "engines[1].ranks: expected one of 1, 2, 4, 8, 16, 32, 64, 128 (equal parts of the model), found 3",
     ),
+    (
+        PAIR + "hicache = { h2d_gbps = 1.0 }\nreference = { device = 'cuda' }",
+        'engines[1].hicache.h2d_gbps: expected none with reference.device = "cuda"',
+    ),
     ("gateway.host = 'a..b'\n" + PAIR, 'gateway.host: expected a host name or an address, found "a..b"'),
     (PAIR + "host = ''", 'engines[1].host: expected a host name or an address, found ""'),
     (PAIR + "host = 'http://10.0.0.1'", 'engines[1].host: expected a host name or an address, found "http://10.0.0.1"'),
