@@ -82,6 +82,8 @@ def cli(ctx: click.Context, socket: str | None) -> None:
 
     No KV page is read before it has landed, and none is written under a reader.
     """
+    if socket == "":
+        raise click.BadParameter("expected a path, found nothing", ctx, param_hint="--socket")
     ctx.obj = socket
 
 

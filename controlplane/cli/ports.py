@@ -67,8 +67,8 @@ def _listeners(table: str) -> Iterator[tuple[int, int]]:
 
 
 def _command(process: Path) -> str:
-    words = (process / "cmdline").read_bytes().decode("utf-8", "replace").split("\0")
-    command = " ".join(words).strip()
+    words = (process / "cmdline").read_bytes().decode("utf-8", "replace").replace("\0", " ")
+    command = " ".join(words.split())  # in one line
     return command if len(command) <= 100 else f"{command[:97]}..."
 
 

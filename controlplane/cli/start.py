@@ -7,6 +7,7 @@ import os
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
+from socket import gaierror
 from typing import Any
 
 import anyio
@@ -21,7 +22,7 @@ from dsv4ctl.controlplane.cli.exits import Exit, Failure
 from dsv4ctl.controlplane.cli.notify import notify
 from dsv4ctl.controlplane.config import installed
 from dsv4ctl.controlplane.config.load import check, load
-from dsv4ctl.controlplane.config.problems import ConfigError
+from dsv4ctl.controlplane.config.problems import ConfigError, show
 from dsv4ctl.controlplane.config.schema import Config, embedded
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Telemetry, open_telemetry
@@ -119,6 +120,9 @@ def _fault(error: SocketError | OSError, config: Config, telemetry: Telemetry) -
     """A fault of the first minute as one line, whoever else got the socket or the port since the preflight."""
     if isinstance(error, SocketOwnedError):
         failure = Failure(str(error), Exit.REFUSED)
+    elif isinstance(error, gaierror):  # an engine says of its own host
+        host = config.gateway.host
+        failure = Failure(f"gateway.host: expected a name that can be resolved, found {show(host)}", Exit.FAILED)
     elif isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         failure = Failure(ports.taken(config) or str(error), Exit.FAILED)
     else:

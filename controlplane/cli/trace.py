@@ -5,7 +5,9 @@ from __future__ import annotations
 import base64
 import tempfile
 from collections import Counter
+from contextlib import ExitStack
 from pathlib import Path
+from typing import NamedTuple
 
 import anyio
 import click
@@ -50,40 +52,56 @@ def trace() -> None:
 def record(socket: str | None, file: Path, seconds: float | None, limit: int) -> None:
     """Write the event rings of every rank to FILE."""
     try:
-        with asking(socket, None), Writer(file, limit << 20) as writer:
-            parts, errors = anyio.run(_record, socket, writer, seconds)
+        recorded = _record(socket, file, seconds, limit << 20)
     except OSError as error:
         raise Failure(f"{file} can't be written: {error.strerror}", Exit.FAILED) from error
     except KeyboardInterrupt as error:
         raise Failure(f"interrupted: {file} has what came until then", Exit.INTERRUPTED) from error
-    for silent in errors:
+    rotated = f"; {older(file)} has what came before" if recorded.rotated else ""
+    click.echo(f"{file}: {', '.join(recorded.ranks)}{rotated}")
+
+
+class _Recorded(NamedTuple):
+    ranks: list[str]  #: that told events
+    errors: list[str]  #: what went wrong with others
+    rotated: int
+
+
+def _record(socket: str | None, file: Path, seconds: float | None, limit: int = LIMIT_MIB << 20) -> _Recorded:
+    """`file` is left as it was until some rank has told something. Raises Failure if none does, OSError."""
+    with asking(socket, None):
+        recorded = anyio.run(_told, socket, file, seconds, limit)
+    for silent in recorded.errors:
         click.echo(f"dsv4ctl: {silent}", err=True)
-    if not parts:
+    if not recorded.ranks:
         raise Failure("no rank told its events", Exit.FAILED)
-    rotated = f"; {older(file)} has what came before" if writer.rotated else ""
-    click.echo(f"{file}: {', '.join(parts)}{rotated}")
+    return recorded
 
 
-async def _record(socket: str | None, writer: Writer, seconds: float | None) -> tuple[list[str], list[str]]:
-    """Ranks that told events, and what went wrong with others. Raises as `connect` and the client's calls do."""
+async def _told(socket: str | None, file: Path, seconds: float | None, limit: int) -> _Recorded:
+    """Raises as `connect` and the client's calls do, OSError."""
     parts: Counter[str] = Counter()
     errors: dict[str, None] = {}
-    async with connect(resolve(socket)) as client:
-        with anyio.move_on_after(seconds):
-            async for line in client.lines(verb.VERB.paths[0], {"follow": seconds is not None}):
-                part = msgspec.json.decode(line)
-                name = f"{part['engine']}/{part['rank']}"
-                if "error" in part:
-                    errors[f"{name}: {part['error']}"] = None
-                    continue
-                parts[name] += 1
-                identity, events = (base64.b64decode(part[field]) for field in ("identity", "events"))
-                writer.write(part["incarnation"], identity, events)
-    return sorted(parts), list(errors)
+    writer: Writer | None = None
+    with ExitStack() as files:
+        async with connect(resolve(socket)) as client:
+            with anyio.move_on_after(seconds):
+                async for line in client.lines(verb.VERB.paths[0], {"follow": seconds is not None}):
+                    part = msgspec.json.decode(line)
+                    name = f"{part['engine']}/{part['rank']}"
+                    if "error" in part:
+                        errors[f"{name}: {part['error']}"] = None
+                        continue
+                    parts[name] += 1
+                    identity, events = (base64.b64decode(part[field]) for field in ("identity", "events"))
+                    writer = writer or files.enter_context(Writer(file, limit))
+                    writer.write(part["incarnation"], identity, events)
+    return _Recorded(sorted(parts), list(errors), writer.rotated if writer else 0)
 
 
 @trace.command(
-    epilog="Exit code 0: no race. 1: races were found. 2: FILE can't be read.\n\nExample: dsv4ctl trace check run.trace"
+    epilog="Exit code 0: no race. 1: races were found. 2: FILE can't be read, or holds no event.\n\n"
+    "Example: dsv4ctl trace check run.trace"
 )
 @click.argument("file", type=_FILE)
 @click.option("--json", "as_json", is_flag=True, help="Print every race as JSON.")
@@ -94,6 +112,8 @@ def check(file: Path, as_json: bool) -> None:
         report = find_races(opened.ranks, opened.merged())
     except TraceError as error:
         raise Failure(str(error), Exit.USAGE) from error
+    if not report.events:
+        raise Failure(f"{file} holds no event: nothing can be said of it", Exit.USAGE)
     report.cut = opened.cut
     click.echo(pretty(_as_json(report)) if as_json else _as_text(report))
     raise SystemExit(Exit.FAILED if report.accesses else Exit.OK)
@@ -160,8 +180,7 @@ def show(socket: str | None, room: str, file: Path | None) -> None:
         return
     with tempfile.TemporaryDirectory(prefix="dsv4ctl-trace-") as folder:
         held = Path(folder) / "now.trace"
-        with asking(socket, None), Writer(held, LIMIT_MIB << 20) as writer:
-            anyio.run(_record, socket, writer, None)
+        _record(socket, held, None)
         _show(room, held)
 
 

@@ -15,6 +15,7 @@ from dsv4ctl.controlplane.admin.errors import EXIT_CODE, AdminError
 from dsv4ctl.controlplane.admin.socket import resolve
 from dsv4ctl.controlplane.admin.verb import JSON, LINES, METRICS, Field, Verb, fields
 from dsv4ctl.controlplane.cli.exits import Exit, Failure
+from dsv4ctl.controlplane.config.schema import Seconds
 
 
 class RoomNumber(click.ParamType[int]):
@@ -29,7 +30,20 @@ class RoomNumber(click.ParamType[int]):
         return int(number)
 
 
+class Duration(click.ParamType[float]):
+    """A deadline as the configuration takes it: `nan` is no number of seconds, and in JSON it would be none at all."""
+
+    name = "seconds"
+
+    def convert(self, value: Any, param: click.Parameter | None, ctx: click.Context | None) -> float:
+        try:
+            return msgspec.convert(value, Seconds, strict=False)
+        except msgspec.ValidationError:
+            self.fail(f"expected a number of seconds above 0, found {value!r}", param, ctx)
+
+
 ROOM = RoomNumber()
+SECONDS = Duration()
 
 
 def command(verb: Verb[Any]) -> click.Command:
@@ -56,7 +70,7 @@ def _parameter(field: Field) -> click.Parameter:
         flag = field.kind is bool
         return click.Option(
             [field.command, field.name],
-            type=None if flag or many else field.kind,
+            type=None if flag or many else SECONDS if field.kind is float else field.kind,
             is_flag=flag,
             multiple=many,
             help=field.help,

@@ -123,8 +123,15 @@ def test_drain_names_what_was_left(plane: FakePlane, dsv4ctl: Any) -> None:
     result = dsv4ctl("drain")
     assert result.exit_code == 1
     assert result.output == "drained: prefill0 decode0\naborted at the deadline, 2 room(s): 7.1 8.1\n"
-    assert "Expected `float` > 0.0" in fault(dsv4ctl("drain", "--deadline", "0"), 2)
     assert plane.asked == [("drain", ["prefill0"], 2.5), ("drain", [], None)]
+
+
+@pytest.mark.parametrize("deadline", ["0", "nan", "inf", "soon"])
+def test_a_deadline_that_is_none_drains_nothing(plane: FakePlane, dsv4ctl: Any, deadline: str) -> None:
+    result = dsv4ctl("drain", f"--deadline={deadline}")
+    assert result.exit_code == 2
+    assert f"'--deadline': expected a number of seconds above 0, found '{deadline}'" in result.stderr
+    assert plane.asked == []
 
 
 def test_an_unknown_engine_is_answered_with_the_nearest(plane: FakePlane, dsv4ctl: Any) -> None:
@@ -186,6 +193,16 @@ def test_a_dead_socket(dsv4ctl: Any, socket_path: Path) -> None:
     assert fault(dsv4ctl("drain"), 3) == (
         f"no control plane at {socket_path}: its owner is gone; `dsv4ctl start` replaces the dead socket"
     )
+
+
+def test_a_file_that_is_no_socket(dsv4ctl: Any, socket_path: Path) -> None:
+    socket_path.touch()
+    assert fault(dsv4ctl("status"), 3) == (f"no control plane at {socket_path}: it is no socket; give another --socket")
+
+
+def test_a_socket_without_a_name_is_not_the_default_one(plane: FakePlane) -> None:
+    result = CliRunner().invoke(cli, ["--socket", "", "status"])
+    assert (result.exit_code, "expected a path, found nothing" in result.stderr) == (2, True)
 
 
 def test_another_users_socket(dsv4ctl: Any, plane: FakePlane, monkeypatch: pytest.MonkeyPatch) -> None:

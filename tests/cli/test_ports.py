@@ -29,10 +29,10 @@ def test_an_owner_that_this_user_may_not_see(tmp_path: Path) -> None:
     (tmp_path / "net" / "tcp6").write_text("header\n")
     (tmp_path / "12" / "fd").mkdir(parents=True)
     (tmp_path / "12" / "fd" / "3").symlink_to("socket:[778]")
-    (tmp_path / "12" / "cmdline").write_text("server\0--port\0")
+    (tmp_path / "12" / "cmdline").write_text("server\0-c\0two\n lines\0")
     assert ports.owner(31000, tmp_path) is None
     (tmp_path / "12" / "fd" / "4").symlink_to("socket:[777]")
-    assert ports.owner(31000, tmp_path) == ports.Owner(12, "server --port")
+    assert ports.owner(31000, tmp_path) == ports.Owner(12, "server -c two lines")
 
 
 def test_engines_ports_are_looked_at_too() -> None:

@@ -124,6 +124,12 @@ def test_a_port_that_was_taken_in_between_is_one_line_too(tmp_path: Path, file: 
     assert line == "dsv4ctl: [Errno 98] Address already in use"
 
 
+def test_a_host_that_cannot_be_resolved_is_named(tmp_path: Path, file: Path) -> None:
+    file.write_text(CONFIG.format(port=0).replace("[gateway]", "[gateway]\nhost = 'no.such.host'"))
+    (line,) = refused(tmp_path, file, code=1, FAKE_START_FAULT="host")
+    assert line == 'dsv4ctl: gateway.host: expected a name that can be resolved, found "no.such.host"'
+
+
 def test_no_torch_names_the_extra(tmp_path: Path, file: Path) -> None:
     hide = tmp_path / "sitecustomize.py"
     hide.write_text(

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
+import socket
 from collections.abc import Callable
 
 import anyio
@@ -18,15 +19,19 @@ from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Telemetry
 from fake_plane import FakePlane
 
-#: Environment variable: raise this instead of serving.
+#: Environment variable: which of `FAULTS` is raised instead of serving.
 FAULT = "FAKE_START_FAULT"
+FAULTS = {
+    "port": OSError(98, "Address already in use"),
+    "host": socket.gaierror(-2, "Name or service not known"),
+}
 
 
 async def run(config: Config, *, telemetry: Telemetry, ready: Callable[[Plane], None]) -> int:
     plane = FakePlane(config)
     plane.telemetry = telemetry
-    if os.environ.get(FAULT) == "port":
-        raise ExceptionGroup("tasks", [OSError(98, "Address already in use")])
+    if fault := FAULTS.get(os.environ.get(FAULT, "")):
+        raise ExceptionGroup("tasks", [fault])
     async with admin_server(plane, resolve(config.socket)):
         with anyio.open_signal_receiver(signal.SIGTERM) as signals:
             telemetry.emit(Event.START_READY, gateway="http://127.0.0.1:30000")

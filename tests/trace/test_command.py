@@ -6,13 +6,17 @@ import json
 from collections import Counter
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
+import anyio
 import pytest
 from click.testing import CliRunner, Result
 
+import dsv4ctl.controlplane.cli.trace as trace
 from dsv4ctl.controlplane.cli.main import cli
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard
+from dsv4ctl.controlplane.trace.file import Writer
 from dsv4ctl.controlplane.trace.format import Header, encode, page
 from fake_plane import FakePlane, served_from_thread
 from small_gate import LAYERS, SmallGate
@@ -66,7 +70,24 @@ def test_record_then_check(plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: Path, o
     )
 
 
-def test_record_for_some_seconds(plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: Path) -> None:
+def test_record_for_some_seconds(
+    plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The seconds are over once the first part is written, however long that took."""
+    scopes: list[anyio.CancelScope] = []
+    write = Writer.write
+
+    def move_on_after(seconds: float) -> anyio.CancelScope:
+        assert seconds == 0.2
+        scopes.append(anyio.CancelScope())
+        return scopes[0]
+
+    def last(writer: Writer, *part: Any) -> None:
+        write(writer, *part)
+        scopes[0].cancel()
+
+    monkeypatch.setattr(trace, "anyio", SimpleNamespace(run=anyio.run, move_on_after=move_on_after))
+    monkeypatch.setattr(Writer, "write", last)
     plane.traced = [traced(False)]
     assert dsv4ctl("record", str(tmp_path / "t"), "--seconds", "0.2").exit_code == 0
     assert plane.asked == [("trace", True)]
@@ -74,12 +95,32 @@ def test_record_for_some_seconds(plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: P
 
 
 def test_record_without_ranks_or_a_place(plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: Path) -> None:
-    assert "no rank told its events" in dsv4ctl("record", str(tmp_path / "t")).stderr
+    file = tmp_path / "t"
+    file.write_text("of yesterday")
+    assert "no rank told its events" in dsv4ctl("record", str(file)).stderr
+    assert file.read_text() == "of yesterday"
+    plane.traced = [traced(False)]
     assert "can't be written: No such file" in dsv4ctl("record", str(tmp_path / "no" / "t")).stderr
 
 
 def test_record_without_a_control_plane(dsv4ctl: Dsv4ctl, tmp_path: Path) -> None:
     assert dsv4ctl("record", str(tmp_path / "t")).exit_code == 3
+    assert not (tmp_path / "t").exists()
+
+
+def test_a_file_without_events_proves_nothing(dsv4ctl: Dsv4ctl, tmp_path: Path) -> None:
+    (tmp_path / "empty").write_bytes(encode(Header()))
+    result = dsv4ctl("check", str(tmp_path / "empty"))
+    assert (result.exit_code, result.stdout) == (2, "")
+    assert result.stderr == f"dsv4ctl: {tmp_path / 'empty'} holds no event: nothing can be said of it\n"
+
+
+def test_show_without_ranks_says_so(plane: FakePlane, dsv4ctl: Dsv4ctl) -> None:
+    plane.traced = [{"engine": "decode0", "rank": 0, "incarnation": "d", "error": "not connected"}]
+    result = dsv4ctl("show", "7")
+    assert (result.exit_code, result.stderr) == (
+        1, "dsv4ctl: decode0/0: not connected\ndsv4ctl: no rank told its events\n",
+    )  # fmt: skip
 
 
 @pytest.mark.parametrize("words", [["check"], ["export", "--perfetto"], ["show", "7"]])
