@@ -27,10 +27,13 @@ Idle = Callable[[], Awaitable[None]]
 async def waves(
     asked: Client, oracle: Client, idle: Idle, results: Results, key: str, *, count: int, dropped: float = 0.5
 ) -> None:
-    """`count` waves of `REQUESTS`, of which the share `dropped` is left by its clients at random moments."""
+    """`count` waves of `REQUESTS`, of which the share `dropped` is left by its clients at random moments.
+
+    Waves that an earlier call had are not had again.
+    """
     right = {length: await oracle.ask(prompt(f"checked {length}", length), 24) for length in CHECKED}
-    rows: list[dict[str, Any]] = []
-    for wave in range(count):
+    rows: list[dict[str, Any]] = list(results.found(key).get("waves", ()))
+    for wave in range(len(rows), count):
         rows.append(await _wave(asked, idle, right, wave, dropped))
         results.put(
             key,

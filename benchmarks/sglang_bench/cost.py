@@ -1,40 +1,60 @@
-"""What the hooks and the gateway cost: the same load on a pair with and one without, in turns."""
+"""What something costs: the same load on a pair with and one without it, in turns."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Mapping
-from typing import Any
+from typing import Any, NamedTuple
 
 from sglang_bench.ask import Client, many, prompt
 from sglang_bench.results import Results, spread
 
-CONCURRENT, LENGTH, NEW = 32, 900, 96
+
+class Load(NamedTuple):
+    concurrent: int
+    length: int  #: tokens of a prompt
+    new: int
+    again: bool = False  #: each round asks what the one before it asked
+
+    def prompts(self, turn: int) -> list[list[int]]:
+        said = "again" if self.again else str(turn)
+        return [prompt(f"cost {said} {at}", self.length) for at in range(self.concurrent)]
 
 
-async def turns(arms: Mapping[str, Client], results: Results, key: str, *, rounds: int, deadline: float) -> None:
+FRESH = Load(32, 900, 96)
+#: More than twice the tokens of the device pool: by their next turn these prompts have left it.
+AGAIN = Load(24, 2900, 32, again=True)
+
+
+async def turns(
+    arms: Mapping[str, Client], results: Results, key: str, *, rounds: int, deadline: float, load: Load = FRESH
+) -> None:
     """Each round asks each arm once, the order alternating; the first round warms up and is not counted."""
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     firsts: dict[str, list[float]] = {name: [] for name in arms}
+    cached: dict[str, int] = dict.fromkeys(arms, 0)
     errors: list[str] = []
     for turn in range(rounds + 1):
         for name in list(arms) if turn % 2 else reversed(list(arms)):
-            questions = [prompt(f"cost {turn} {at}", LENGTH) for at in range(CONCURRENT)]
+            questions = load.prompts(turn)
             began = time.monotonic()
-            replies = await many(arms[name], questions, NEW, stream=True)
+            replies = await many(arms[name], questions, load.new, stream=True)
             seconds = time.monotonic() - began
             errors += [reply.error for reply in replies if reply.error]
             if turn:
                 speeds[name].append(sum(len(reply.ids) for reply in replies) / seconds)
                 firsts[name] += [reply.first for reply in replies if reply.first is not None]
-        results.put(key, rounds=turn, errors=errors[:3], **{name: _row(speeds[name], firsts[name]) for name in arms})
+                cached[name] += sum(reply.cached or 0 for reply in replies)
+        rows = {name: _row(speeds[name], firsts[name], cached[name]) for name in arms}
+        results.put(key, load=load._asdict(), rounds=turn, errors=errors[:3], **rows)
         if time.monotonic() > deadline:
             return
 
 
-def _row(speeds: list[float], firsts: list[float]) -> dict[str, Any]:
+def _row(speeds: list[float], firsts: list[float], cached: int) -> dict[str, Any]:
     return {
         "tokens_per_second": spread(speeds, 1),
         "each": [round(one, 1) for one in speeds],
         "first_token_seconds": spread(firsts),
+        "cached_tokens": cached,
     }

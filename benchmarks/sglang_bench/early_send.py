@@ -14,7 +14,7 @@ import subprocess
 import sys
 import time
 from collections import Counter, defaultdict
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -169,6 +169,37 @@ async def run(arms: list[tuple[Arm, list[tuple[str, str]]]], results: Results, k
     copies.on(False)
     await anyio.sleep(1.0)  # the probe writes twice a second
     results.put(key, **{arm.name: arm.report() for arm, _ in arms})
+
+
+#: What is switched off: the sender reads at once, and then what the digests say is counted and not heeded either.
+CAUGHT = {"sent_too_early": ("sender_ticket",), "sent_too_early_unheeded": ("sender_ticket", "verdict")}
+
+
+async def caught(
+    arm: Arm, switch: Callable[[Sequence[str]], Awaitable[Any]], counters: Callable[[], Awaitable[dict[str, Any]]],
+    results: Results, key: str, copies: Copies, *, bursts: int,
+) -> None:  # fmt: skip
+    """Bursts with the sender's ticket switched off: what the probe sees committed wrong, and what the digests saw."""
+    copies.on(True)
+    try:
+        for name, off in CAUGHT.items():
+            await switch(off)
+            before = await counters()
+            for _ in range(bursts):
+                await arm.burst(name, "on")
+            after = await counters()
+            await anyio.sleep(1.0)  # the probe writes twice a second
+            table = {kind: row for kind, row in arm.report()["sends"]["table"].items() if kind == f"{name} on"}
+            grown = {engine: _grown(before.get(engine, {}), found) for engine, found in after.items()}
+            results.put(key, **{name: {"off": off, "bursts": bursts, "counters": grown, "committed": table}})
+            results.put(key, errors=arm.errors[-5:])
+    finally:
+        copies.on(False)
+        await switch(())
+
+
+def _grown(before: dict[str, int], after: dict[str, int]) -> dict[str, int]:
+    return {name: count - before.get(name, 0) for name, count in after.items() if count != before.get(name, 0)}
 
 
 class Copies:

@@ -14,7 +14,15 @@ from sglang_bench.results import Results
 LENGTHS = (40, 256, 700, 1500, 1900, 2000, 2500, 3000, 4000)
 NEW = 24
 #: Sessions: groups that share a system prompt, turns of each, tokens.
-GROUPS, MEMBERS, TURNS, SYSTEM, TURN, TURN_NEW = 6, 8, 3, 768, 230, 10
+GROUPS, MEMBERS, TURNS, SYSTEM, TURN, TURN_NEW = 6, 8, 3, 768, 300, 10
+#: By turn and session.
+Answers = dict[tuple[int, int], Reply]
+#: SGLang is not batch-invariant: an answer depends on what else was in its batches, with hooks or without.
+RULE = (
+    "hooks hold if answers with them are no further from answers without them than those of two runs without them are "
+    "from each other: median and 90th percentile of the logprob distance at most a quarter more, equal ids at most a "
+    "tenth of the sessions' turns fewer; every run begins with empty caches"
+)
 
 
 async def lengths(oracle: Client, asked: Client, results: Results, key: str) -> None:
@@ -77,17 +85,17 @@ def sessions() -> list[list[list[int]]]:
     return turns
 
 
-async def reference(oracle: Client, answers: dict[tuple[int, int], Reply]) -> None:
+async def reference(oracle: Client, answers: Answers) -> None:
     """The oracle's answers to all turns, one at a time."""
     for turn, questions in enumerate(sessions()):
         for at, ids in enumerate(questions):
             answers[turn, at] = await oracle.ask(ids, TURN_NEW)
 
 
-async def concurrent(asked: Client) -> dict[tuple[int, int], Reply]:
+async def concurrent(asked: Client) -> Answers:
     """All sessions at once, each turn after the one before it."""
     turns = sessions()
-    answers: dict[tuple[int, int], Reply] = {}
+    answers: Answers = {}
 
     async def one(at: int) -> None:
         for turn in range(TURNS):
@@ -99,8 +107,21 @@ async def concurrent(asked: Client) -> dict[tuple[int, int], Reply]:
     return answers
 
 
-def against(answers: dict[tuple[int, int], Reply], oracle: dict[tuple[int, int], Reply]) -> dict[str, Any]:
+def against(answers: Answers, oracle: Answers) -> dict[str, Any]:
     both = sorted(answers.keys() & oracle.keys())
     cached = [answers[at].cached or 0 for at in both]
     host = sum(((answers[at].details or {}).get("host") or 0) > 0 for at in both)
     return {**summary([(answers[at], oracle[at]) for at in both]), "cached_tokens": sum(cached), "host_hits": host}
+
+
+def ruled(off: tuple[Answers, Answers], on: tuple[Answers, Answers]) -> dict[str, Any]:
+    """`RULE` on two runs of the sessions without hooks and two with them."""
+    plain, found = against(off[0], off[1]), [against(one, other) for one in on for other in off]
+    return {"rule": RULE, "plain": plain, "hooked": found, "holds": all(_within(one, plain) for one in found)}
+
+
+def _within(hooked: dict[str, Any], plain: dict[str, Any]) -> bool:
+    if hooked["logprob_distance"] is None or plain["logprob_distance"] is None:
+        return False
+    apart = all(hooked["logprob_distance"][at] <= 1.25 * plain["logprob_distance"][at] for at in ("median", "p90"))
+    return apart and not hooked["errors"] and hooked["ids_equal"] >= plain["ids_equal"] - 0.1 * plain["answered"]

@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import aiohttp
@@ -107,6 +108,35 @@ async def killed(
         right_after=distance(reply, right).equal,
         error_after=reply.error,
     )
+
+
+async def one_verdict(
+    asked: Client, oracle: Client, folder: Path, results: Results, key: str, *, faults: Sequence[str], rank: int,
+    deadline: float,
+) -> None:  # fmt: skip
+    """For each fault: rank `rank` alone sees it in the next room that arrives (`ranks.Notes`); what clients get."""
+    for name in faults:
+        questions = [prompt(f"{key} {name} {at}", 900) for at in range(4)]
+        right = [await oracle.ask(ids, 16) for ids in questions]
+        order, part = folder / f"fault.{rank}", folder / "part"
+        part.write_text(name)
+        part.replace(order)
+        replies = [await asked.ask(ids, 16, deadline=deadline) for ids in questions]
+        fired = not order.exists()
+        order.unlink(missing_ok=True)
+        results.put(
+            key,
+            **{
+                name: {
+                    "seen_by_rank": rank if fired else None,
+                    "right": sum(distance(reply, one).equal for reply, one in zip(replies, right, strict=True)),
+                    "of": len(replies),
+                    "errors": [reply.error for reply in replies if reply.error],
+                    "hung": sum("TimeoutError" in (reply.error or "") for reply in replies),
+                    "seconds": [round(reply.seconds, 2) for reply in replies],
+                }
+            },
+        )
 
 
 def schedulers(deployment: Deployment, engine: str) -> list[int]:

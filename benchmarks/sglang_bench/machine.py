@@ -114,9 +114,9 @@ def stock_command(machine: Machine, shape: Shape) -> list[str]:
 
 
 class Deployment:
-    """One `dsv4ctl start`: its engines, its gateway, its log."""
+    """One `dsv4ctl start`: its engines, its gateway, its log. `unsafe`: guards can be switched off."""
 
-    def __init__(self, machine: Machine, name: str, gateway: int, shapes: Sequence[Shape]) -> None:
+    def __init__(self, machine: Machine, name: str, gateway: int, shapes: Sequence[Shape], *, unsafe: bool) -> None:
         self.name = name
         self.shapes = list(shapes)
         self.url = f"http://127.0.0.1:{gateway}"
@@ -124,7 +124,7 @@ class Deployment:
         self.log = machine.out / f"{name}.log"
         self.seconds: float | None = None
         file = machine.out / f"{name}.toml"
-        file.write_text(_toml(machine, gateway, self.socket, shapes))
+        file.write_text(_toml(machine, gateway, self.socket, shapes, unsafe=unsafe))
         self._file = self.log.open("ab")
         self._environment = machine.environment()
         self._process = subprocess.Popen(
@@ -192,13 +192,14 @@ def dsv4ctl(*words: str) -> list[str]:
     return [sys.executable, "-c", "from dsv4ctl.controlplane.cli.main import main; main()", *words]
 
 
-def _toml(machine: Machine, gateway: int, socket: str, shapes: Sequence[Shape]) -> str:
+def _toml(machine: Machine, gateway: int, socket: str, shapes: Sequence[Shape], *, unsafe: bool) -> str:
     lines = [
         f"socket = {json.dumps(socket)}",
         f"gateway = {{ port = {gateway}, max_body_bytes = {32 * 1024 * 1024} }}",
         'log = { format = "json", level = "debug", queue = 100000 }',
         "limits = { max_rooms = 4096, max_bytes = 1000000000000 }",
         f"deadlines = {{ ready = 400.0, wedge = {WEDGE[shapes[0].ranks > 1]}, fence = 20.0, ack = 10.0 }}",
+        *(["unsafe = { runtime = true }"] if unsafe else []),
     ]
     for shape in shapes:
         env = {**machine.env, "CUDA_VISIBLE_DEVICES": shape.gpus, **shape.env}

@@ -11,8 +11,18 @@ from typing import Any
 
 
 class Results:
-    def __init__(self, path: Path) -> None:
+    """`resume`: what an earlier call found counts."""
+
+    def __init__(self, path: Path, *, resume: bool = False) -> None:
         self._path = path
+        self._resume = resume
+
+    def found(self, key: str) -> dict[str, Any]:
+        """What an earlier call put under `key`, if this one resumes it."""
+        if not self._resume or not self._path.exists():
+            return {}
+        known: dict[str, Any] = json.loads(self._path.read_text()).get(key, {})
+        return known
 
     def put(self, key: str, **values: Any) -> None:
         """Adds `values` to what is known under `key`."""

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import sys
 from pathlib import Path
+from types import ModuleType, SimpleNamespace
 
 import pytest
 
@@ -13,8 +14,10 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from sglang_bench.ask import Reply
 from sglang_bench.compare import distance, summary
 from sglang_bench.early_send import sends
-from sglang_bench.ranks import divergence
+from sglang_bench.equality import ruled
+from sglang_bench.ranks import Notes, divergence
 from sglang_bench.results import Results, spread
+from sglang_bench.steps import BESIDE, CALLS, GROUPS, plan, usual
 
 
 def test_a_distance_is_of_what_both_said() -> None:
@@ -55,6 +58,52 @@ def test_results_are_merged_by_key(tmp_path: Path) -> None:
     Results(file).put("step", one=1, two=1)
     Results(file).put("step", two=2)
     assert json.loads(file.read_text()) == {"step": {"one": 1, "two": 2}}
+
+
+def test_an_earlier_call_counts_only_for_one_that_resumes_it(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    assert Results(file, resume=True).found("steps") == {}
+    Results(file).put("steps", lengths={"outcome": "done"})
+    assert Results(file).found("steps") == {}
+    assert Results(file, resume=True).found("steps") == {"lengths": {"outcome": "done"}}
+
+
+def test_every_call_fits_in_ten_minutes_with_time_to_spare() -> None:
+    assert {group for call in CALLS for group, _ in call} == set(GROUPS)
+    for name, group in GROUPS.items():
+        assert usual(name) + 90.0 < group.seconds <= 560.0
+        assert set(group.steps) >= {step for step in BESIDE if step in group.steps}
+        assert all(step.usual <= step.seconds for step in group.steps.values())
+        assert all(step in plan() for step in group.steps)
+
+
+def test_hooks_hold_if_their_answers_are_no_further_away_than_two_runs_without() -> None:
+    def run(logprob: float, ids: tuple[int, ...] = (1, 2)) -> dict[tuple[int, int], Reply]:
+        return {(0, at): Reply(ids=list(ids), logprobs=[-1.0, -2.0 - logprob]) for at in range(10)}
+
+    off = run(0.0), run(0.1)
+    assert ruled(off, (run(0.05), run(0.1)))["holds"]
+    assert not ruled(off, (run(0.05), run(0.3)))["holds"]
+    assert not ruled(off, (run(0.05), run(0.05, (1, 9))))["holds"]
+
+
+def test_a_fault_is_seen_by_the_rank_that_was_told_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    base = ModuleType("sglang.srt.disaggregation.base")
+    base.KVPoll = SimpleNamespace(Success=4, Failed=0)  # type: ignore[attr-defined]
+    for name in ("sglang", "sglang.srt", "sglang.srt.disaggregation"):
+        monkeypatch.setitem(sys.modules, name, ModuleType(name))
+    monkeypatch.setitem(sys.modules, base.__name__, base)
+    (tmp_path / "fault.1").write_text("failed")
+    polls: dict[int, list[list[int]]] = {}
+    for rank in (0, 1, 1):
+        notes = Notes(tmp_path)
+        server = SimpleNamespace(disaggregation_mode="decode", port=1)
+        scheduler = SimpleNamespace(server_args=server, tp_rank=rank, forward_ct=3)
+        notes.abort(scheduler, SimpleNamespace(rid="r"))
+        polls.setdefault(rank, []).append([3, 4])
+        notes.gate(polls[rank][-1], [None, SimpleNamespace()], None)
+    assert polls == {0: [[3, 4]], 1: [[3, 0], [3, 4]]}
+    assert divergence(tmp_path)["decode 1"]["first_difference"] is None
 
 
 @pytest.mark.parametrize(("values", "median"), [([3.0, 1.0, 2.0], 2.0), ([1.0], 1.0)])

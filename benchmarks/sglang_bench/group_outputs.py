@@ -1,0 +1,110 @@
+"""A pair with hooks beside one without, one without HiCache, and the oracle: engines of one rank on one card."""
+
+from __future__ import annotations
+
+import time
+from dataclasses import dataclass
+
+import anyio
+
+from sglang_bench import aborts, cost, equality, faults, plan
+from sglang_bench.ask import Client, Oracle, Pair
+from sglang_bench.bench import Bench, drained, jit, looked_into, stock_pair
+from sglang_bench.machine import Deployment
+
+
+async def outputs(bench: Bench) -> None:
+    """Outputs, aborts, cost, frames, a killed decode engine."""
+    oracle = bench.server(plan.single("oracle", 20100, fake=bench.fake))
+    on = bench.deployment("on", 20290, *plan.pair("on", 20200, fake=bench.fake))
+    bare = bench.deployment("no-host", 20690, *plan.pair("no-host", 20600, fake=bench.fake, hicache=False))
+    off = plan.pair("off", 20210, fake=bench.fake)
+    await bench.ready(oracle, on, bare, *[bench.server(shape) for shape in off])
+    right, asked, plain = Oracle(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
+    group = _Group(
+        bench,
+        on,
+        right,
+        asked,
+        plain,
+        without_host=Client(bench.http, bare.url),
+        idle_on=aborts.idle_deployed(bench.http, on),
+        idle_off=aborts.idle_stock(bench.http, [shape.url for shape in off]),
+        ports={"on": on.shapes[0].bootstrap_port, "off": off[0].bootstrap_port},
+    )
+    first = await jit(right, asked, plain, group.without_host)
+    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in first]))
+    await bench.step("s1.lengths", group.lengths)
+    await bench.step("s1.sessions", group.sessions)
+    await bench.step("s3.aborts.hooks_on", group.waves_on)
+    await bench.step("s5.cost", group.costs)
+    await bench.step("s5.hicache", group.host_costs)
+    await bench.step("s3.frames.hooks_on", lambda: group.frames("on", asked))
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(group.without_hooks)
+        await bench.step("s3.decode_killed", group.killed)
+    await bench.step("trace.on", lambda: looked_into(bench, on))
+    await bench.step("drain", lambda: drained(bench, on))
+
+
+@dataclass
+class _Group:
+    bench: Bench
+    on: Deployment
+    right: Oracle
+    asked: Client
+    plain: Pair
+    without_host: Client
+    idle_on: aborts.Idle
+    idle_off: aborts.Idle
+    ports: dict[str, int]  #: bootstrap ports
+
+    async def lengths(self) -> None:
+        results = self.bench.results
+        await equality.lengths(self.right, self.asked, results, "s1.lengths.hooks_on")
+        await equality.lengths(self.right, self.plain, results, "s1.lengths.hooks_off")
+        await equality.host_hit(self.right, self.asked, results, "s1.host_hit.hooks_on", fillers=12)
+
+    async def sessions(self) -> None:
+        results, answers = self.bench.results, equality.Answers()
+        found: dict[str, equality.Answers] = {}
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(equality.reference, self.right, answers)
+            for name, client, idle in (
+                ("off_1", self.plain, self.idle_off),
+                ("on_1", self.asked, self.idle_on),
+                ("off_2", self.plain, self.idle_off),
+                ("on_2", self.asked, self.idle_on),
+            ):
+                await idle()  # and its caches are empty
+                found[name] = await equality.concurrent(client)
+            ruled = equality.ruled((found["off_1"], found["off_2"]), (found["on_1"], found["on_2"]))
+            results.put("s1.sessions", **ruled)
+        results.put("s1.sessions", **{f"hooks_{name}": equality.against(one, answers) for name, one in found.items()})
+
+    async def waves_on(self) -> None:
+        await aborts.waves(self.asked, self.right, self.idle_on, self.bench.results, "s3.aborts.hooks_on", count=10)
+
+    async def waves_off(self) -> None:
+        await aborts.waves(self.plain, self.right, self.idle_off, self.bench.results, "s3.aborts.hooks_off", count=4)
+
+    async def costs(self) -> None:
+        arms = {"hooks_off": self.plain, "hooks_on": self.asked}
+        await cost.turns(arms, self.bench.results, "s5.cost", rounds=5, deadline=time.monotonic() + 50.0)
+
+    async def host_costs(self) -> None:
+        arms = {"hicache_off": self.without_host, "hicache_on": self.asked}
+        for name, load in (("new", cost.FRESH), ("again", cost.AGAIN)):
+            ends = time.monotonic() + 40.0
+            await cost.turns(arms, self.bench.results, f"s5.hicache.{name}", rounds=3, deadline=ends, load=load)
+
+    async def frames(self, name: str, client: Client) -> None:
+        key = f"s3.frames.hooks_{name}"
+        await faults.malformed(self.bench.http, client, self.right, self.ports[name], self.bench.results, key)
+
+    async def without_hooks(self) -> None:
+        await self.bench.step("s3.aborts.hooks_off", self.waves_off)
+        await self.bench.step("s3.frames.hooks_off", lambda: self.frames("off", self.plain))
+
+    async def killed(self) -> None:
+        await faults.killed(self.bench.http, self.on, "decode", self.right, self.bench.results, "s3.decode_killed")
