@@ -183,6 +183,7 @@ class Agent:
         """Another control plane listens. It counts aborts from 1, and learns what only it can end."""
         with self._lock:
             self._inbox = AbortInbox()
+            self._rooms.adopted()
             for key in self._rooms.poisoned():
                 self._send(AbortAck(key, Quiet.POISONED))
             for key, half in self._rooms:
@@ -251,7 +252,7 @@ class Agent:
             self.counters["repeated_rooms"] += 1  # it lives: it must not be said to have ended
             return
         try:
-            aborted = self._rooms.open(key, half)
+            aborted = self._rooms.open(key, half, opening.turn)
         except ValueError as error:
             self.counters["refused_rooms"] += 1
             self._send(RoomReport(key, RoomState.ABORTED, {"reason": str(error)}))

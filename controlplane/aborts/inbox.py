@@ -9,7 +9,8 @@ MAX_AHEAD = 1024
 
 
 class AbortInbox:
-    def __init__(self) -> None:
+    def __init__(self, ahead: int = MAX_AHEAD) -> None:
+        self._ahead = ahead
         self.received = 0  #: every entry up to this number has been handed out
         self._held: dict[int, AbortEntry] = {}
 
@@ -18,7 +19,7 @@ class AbortInbox:
 
         The caller reports `received` after each call, also for a repeated entry: the report may have been lost.
         """
-        if self.received < entry.seq <= self.received + MAX_AHEAD:
+        if self.received < entry.seq <= self.received + self._ahead:
             self._held[entry.seq] = entry
         ready = []
         while (entry_next := self._held.pop(self.received + 1, None)) is not None:

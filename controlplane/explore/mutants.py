@@ -122,9 +122,8 @@ def _any_generation(real: Any, rank: DecodeRank, peer: str, key: RoomKey, outcom
     real(rank, peer, key if current is None else current[0], outcome)
 
 
-def _again(real: Any, table: RoomTable[Any], key: Any, half: Any) -> bool:
+def _again(table: RoomTable[Any], key: RoomKey, *_: Any) -> None:
     table._ended.pop(key.room, None)
-    return bool(real(table, key, half))
 
 
 def _as_they_come(real: Any, inbox: AbortInbox, entry: Any) -> list[Any]:
@@ -145,6 +144,18 @@ def _only_new(real: Any, log: AbortLog, now: float) -> list[Any]:
 def _drop_cleared(real: Any, rank: PrefillRank, peer: str, key: Any) -> None:
     if rank.rooms.get(key) is not None:
         real(rank, peer, key)
+
+
+def _forget_poisons(table: RoomTable[Any], *_: Any) -> None:
+    table._poisons.clear()
+
+
+def _forget_turns(table: RoomTable[Any], *_: Any) -> None:
+    table._forgotten = -1
+
+
+def _hear_the_dead(reader: Reader, *_: Any) -> None:
+    reader._fenced.clear()
 
 
 def _first_done(room: Room, now: float) -> None:
@@ -219,6 +230,11 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("the last bytes of one writer make every writer quiet", "fan in", (_before(Reader, "landed", _all_quiet),)),
     Mutant("the fence of a writer is ignored", "crash", ((Reader, "fenced", lambda reader, peer: []),)),
     Mutant(
+        "an ack of a fenced writer counts",
+        "write without an end, aborted late",
+        (_before(Reader, "ack", _hear_the_dead),),
+    ),
+    Mutant(
         "the ack is dropped when the room is cleared",
         "broken connections",
         (_instead(PrefillRank, "on_peer_abort", _drop_cleared),),
@@ -230,7 +246,16 @@ MUTANTS: tuple[Mutant, ...] = (
         (_instead(DecodeRank, "on_peer_ack", _any_generation),),
     ),
     Mutant("the abort of an unknown room is forgotten", "link faults", ((RoomTable, "bury", _nothing),)),
-    Mutant("an ended room opens again", "link faults", (_instead(RoomTable, "open", _again),)),
+    Mutant("an end without a known state is forgotten", "no memory", (_before(RoomTable, "ended", _forget_poisons),)),
+    Mutant(
+        "a late room opens once its end is forgotten",
+        "no memory, link faults",
+        (_before(RoomTable, "open", _forget_turns),),
+    ),
+    Mutant(
+        "who opened an aborted room is not told again", "no memory, link faults", ((Room, "_again", lambda *_: []),)
+    ),
+    Mutant("an ended room opens again", "link faults", (_before(RoomTable, "open", _again),)),
     Mutant(
         "aborts are applied as they come", "two aborts, one overtakes", (_instead(AbortInbox, "offer", _as_they_come),)
     ),

@@ -78,6 +78,8 @@ class Plane(Node):
     def _report(self, name: str, key: RoomKey, state: RoomState) -> None:
         if key in self.rooms:
             self._apply(self.rooms[key].report(name, state, {}, _NOW))
+        elif state in LIVE:
+            self._apply([SendAbort(name, key, AbortSource.ENGINE_FAULT, "")])
 
     def _acked(self, name: str, key: RoomKey, outcome: Quiet) -> None:
         if key in self.rooms:
@@ -127,7 +129,7 @@ class Plane(Node):
 class PlaneView:
     """Of a control plane, for the world around it."""
 
-    __slots__ = ("abortable", "ended", "fleet", "overdue", "rooms", "submitted", "unreceived")
+    __slots__ = ("abortable", "ended", "fleet", "overdue", "rooms", "submitted", "told", "unreceived")
 
     def __init__(self, plane: Plane) -> None:
         self.fleet = dict(plane.fleet)
@@ -136,4 +138,5 @@ class PlaneView:
         self.abortable = tuple(key for key, room in plane.rooms.items() if room.state not in ABORTS)
         self.submitted = tuple(key for key, room in plane.rooms.items() if room.allocated)
         self.overdue = tuple(key for key, room in plane.rooms.items() if room.next_deadline() is not None)
+        self.told = frozenset((name, entry.key) for name, log in plane.logs.items() for entry in log._unreceived)
         self.unreceived = tuple(name for name, log in plane.logs.items() if log.pending)

@@ -40,6 +40,7 @@ class Setup(NamedTuple):
     verify: bool = False
     hasty: bool = True  #: time-outs may come at any moment; else only when nothing else can happen
     quiesce: bool = True
+    remembered: int | None = None  #: ended rooms, and aborts of unknown ones, that a rank remembers at most
 
 
 class Facts(NamedTuple):
@@ -79,6 +80,7 @@ class RankView(NamedTuple):
     """Of a rank, for the world around it."""
 
     rooms: tuple[RoomKey, ...]
+    live: frozenset[RoomKey]  #: of these, the ones that are not aborting
     ack_due: tuple[RoomKey, ...]
     facts: tuple[tuple[RoomKey, Facts], ...]
     budget: int
@@ -100,8 +102,9 @@ class Rank(Node):
         self.me = me
         self.setup = setup
         self.seqs: dict[RoomKey, Sequence] = {}
-        self.rooms: RoomTable[Any] = RoomTable()
-        self.inbox = AbortInbox()
+        kept = setup.remembered
+        self.rooms: RoomTable[Any] = RoomTable() if kept is None else RoomTable(kept, kept)
+        self.inbox = AbortInbox() if kept is None else AbortInbox(kept + 1)
         self.applied = 0  #: ghost: entries of the abort log applied, each in its turn
         self.ack_due: set[RoomKey] = set()
         self.ledger: Ledger = Ledger({SPACE: SpaceSpec(setup.pages, ("kv",))}, LAYERS)
@@ -115,7 +118,7 @@ class Rank(Node):
             return
         half: Any = self.make_half(key, peers)
         try:
-            aborted = self.rooms.open(key, half)
+            aborted = self.rooms.open(key, half, key.room)
         except ValueError:
             self._up("report", key, RoomState.ABORTED)
             self._up("acked", key, self.rooms.ended(key) or Quiet.QUIET)
@@ -353,6 +356,7 @@ class Rank(Node):
         clean = free == self.setup.pages and not self.ledger.tickets and not self.ledger.loads
         return RankView(
             rooms=tuple(key for key, _ in self.rooms),
+            live=frozenset(key for key, half in self.rooms if half.live),
             ack_due=tuple(sorted(self.ack_due)),
             facts=tuple((s.key, Facts(not s.aborting, self.told(s), s.ready, s.quiet)) for s in seqs),
             budget=free,

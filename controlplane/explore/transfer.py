@@ -15,7 +15,7 @@ from dsv4ctl.controlplane.explore.choices import Choices
 from dsv4ctl.controlplane.explore.decode import DecodeRank
 from dsv4ctl.controlplane.explore.nodes import Event, Nodes, Output, Violation
 from dsv4ctl.controlplane.explore.plan import FAULTS, SIDES, Env, Flight, Layout, Plan
-from dsv4ctl.controlplane.explore.plane import Plane
+from dsv4ctl.controlplane.explore.plane import Plane, PlaneView
 from dsv4ctl.controlplane.explore.prefill import PrefillRank
 from dsv4ctl.controlplane.explore.rank import Facts, RankView, is_free
 from dsv4ctl.controlplane.explore.search import Step
@@ -78,13 +78,12 @@ class Transfer:
         nodes, _, flights, env = self._open(state)
         for flight in flights:
             self._check_flight(flight, nodes, env)
-        ended = self.nodes.view(nodes[0]).ended
+        plane = self.nodes.view(nodes[0])
         for rank in self._layout.ranks:
             if nodes[rank] >= 0:
-                for key in ended.keys() & self.nodes.view(nodes[rank]).rooms:
-                    raise Violation(
-                        "S5", f"room {key} has {ended[key]}, and lives on {self._layout.name(rank, env.epochs)}"
-                    )
+                name = self._layout.name(rank, env.epochs)
+                for key in self._living(plane, name, self.nodes.view(nodes[rank])):
+                    raise Violation("S5", f"room {key} has {plane.ended[key]}, and lives on {name}")
 
     def done(self, state: tuple[int, ...]) -> bool:
         nodes, _, flights, env = self._open(state)
@@ -354,6 +353,12 @@ class Transfer:
             raise Violation("S4", f"the ranks of {side} do not do the same: {done}")
 
     # ---- checks ----------------------------------------------------------------------------------------------------
+
+    def _living(self, plane: PlaneView, name: str, view: RankView) -> set[RoomKey]:
+        """Ended in the control plane, and not here. A rank that forgot a room may open it again: it is told again."""
+        if self.plan.setup.remembered is None:
+            return plane.ended.keys() & set(view.rooms)
+        return {key for key in plane.ended.keys() & view.live if (name, key) not in plane.told}
 
     def _check_flight(self, flight: Flight, nodes: tuple[int, ...], env: Env) -> None:
         what = f"a write of {flight.writer} for room {flight.key} is {flight.state}"

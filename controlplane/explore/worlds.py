@@ -13,6 +13,8 @@ ONE = ((1, 1),)
 RETRY = ((1, 1), (1, 2))
 #: Time-outs come only when nothing else can happen, so that one that is needed without a fault is a violation.
 PATIENT = Setup(hasty=False)
+#: A rank remembers no end and no abort of a room that it does not know.
+FORGETFUL = Setup(pages=1, wants=1, hasty=False, remembered=0)
 ATTENTION, SENDER = (Consumer.ATTENTION,), (Consumer.SENDER,)
 
 QUICK: tuple[Plan | CachePlan, ...] = (
@@ -21,7 +23,11 @@ QUICK: tuple[Plan | CachePlan, ...] = (
     Plan("write without an end", rooms=ONE, poisons=1, restarts=1),
     Plan("link faults", rooms=ONE, link="down", link_faults=1, setup=PATIENT),
     Plan("broken connections", rooms=ONE, aborts=2, breaks=2, setup=PATIENT),
+    Plan("write without an end, aborted late", rooms=ONE, link="down", poisons=1, aborts=0, setup=PATIENT),
     Plan("peer faults", rooms=ONE, peer_faults=1, setup=PATIENT),
+    Plan("no memory", rooms=ONE, breaks=1, poisons=1, setup=FORGETFUL),
+    Plan("no memory, link faults", rooms=ONE, link="down", link_faults=1, setup=FORGETFUL),
+    Plan("memory of one room", link="down", link_faults=2, aborts=0, setup=FORGETFUL._replace(remembered=1)),
     Plan("crash and restart", aborts=0, crashes=1, restarts=1, setup=PATIENT),
     Plan("one writer, two ranks that read", rooms=ONE, decode=2, fan=True, abort_by=("D",), setup=PATIENT),
     Plan("a page reused", setup=Setup(pages=1, wants=1, hasty=False), abort_by=("D",)),

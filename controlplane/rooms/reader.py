@@ -25,6 +25,7 @@ class Reader(Half):
     _writing: set[str] = field(default_factory=set)  #: peers that may still write: exposed and not yet quiet
     _poisoned: set[str] = field(default_factory=set)  #: of those, the ones that only a fence makes quiet
     _landed: set[str] = field(default_factory=set)
+    _fenced: set[str] = field(default_factory=set)  #: what is still on its way from them says nothing
 
     MOVES: ClassVar[Mapping[str, Move]] = {
         "expose": Move(LIVE, RoomState.BOOTSTRAPPING),
@@ -94,7 +95,7 @@ class Reader(Half):
         Its room is aborted in either case: without its bytes ours can't go on.
         """
         self._check_peer(peer)
-        if self.state in TERMINAL or (outcome is Quiet.QUIET and peer in self._poisoned):
+        if self.state in TERMINAL or peer in self._fenced or (outcome is Quiet.QUIET and peer in self._poisoned):
             return []
         if outcome is Quiet.QUIET:
             return self._quiet(peer, f"peer {peer} aborted")
@@ -109,6 +110,7 @@ class Reader(Half):
         """
         if peer not in self.peers:
             return []
+        self._fenced.add(peer)
         self._poisoned.discard(peer)
         return self._quiet(peer, f"peer {peer} ended")
 

@@ -10,7 +10,17 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
-from dsv4ctl.controlplane.rooms.states import ABORTS, FORWARD, NEXT, TERMINAL, AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import (
+    ABORTS,
+    FORWARD,
+    LIVE,
+    NEXT,
+    TERMINAL,
+    AbortSource,
+    Quiet,
+    RoomKey,
+    RoomState,
+)
 
 
 class ParticipantInfo(NamedTuple):
@@ -99,8 +109,10 @@ class Room:
     def report(self, incarnation: str, state: RoomState, detail: Mapping[str, Any], now: float) -> list[Effect]:
         """A rank changed its state. Raises StaleReport if `incarnation` takes no part."""
         rank = self._rank(incarnation)
-        if self.state in TERMINAL or rank.done:
+        if self.state in TERMINAL:
             return []
+        if rank.done:
+            return self._again(incarnation, state)
         rank.reported = True
         self.details.update(detail)
         if rank.state in ABORTS and state not in ABORTS:
@@ -111,6 +123,12 @@ class Room:
             reason = str(detail.get("reason") or f"{rank.info.engine} rank {rank.info.rank} aborted the room")
             return self.abort(_source(detail), reason, now)
         return list(self._settle(now) if self.state in ABORTS else self._advance(now))
+
+    def _again(self, incarnation: str, state: RoomState) -> list[Effect]:
+        """A rank that acked an abort before it knew the room may have forgotten that, and opened it: told again."""
+        if self.state not in ABORTS or state not in LIVE:
+            return []
+        return [SendAbort(incarnation, self.key, self.source or AbortSource.ENGINE_FAULT, self.reason or "")]
 
     def abort(self, source: AbortSource, reason: str, now: float) -> list[Effect]:
         """Begins the abort on every rank. A second call, or one on an ended room, changes nothing."""

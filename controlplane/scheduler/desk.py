@@ -38,7 +38,7 @@ from dsv4ctl.controlplane.rooms.room import (
     SendAbort,
     StaleReport,
 )
-from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import LIVE, AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Fleet, Pair, Rank, Sample
 from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomAbortedError, RoomRequest
@@ -208,6 +208,12 @@ class RoomDesk:
                 Event.ROOM_LATE_REPORT, level, room=frame.key, state=frame.state,
                 **rank.fields(),
             )  # fmt: skip
+            if frame.state in LIVE:
+                self._send_abort(
+                    SendAbort(
+                        rank.incarnation, frame.key, AbortSource.ENGINE_FAULT, "the control plane knows it no more"
+                    )
+                )
             return
         pools = frame.detail.get("digest_mismatches")
         if pools:
@@ -302,7 +308,7 @@ class RoomDesk:
             self.abort(live, source, reason)
         return chosen
 
-    def _send_abort(self, live: LiveRoom, effect: SendAbort) -> None:
+    def _send_abort(self, effect: SendAbort) -> None:
         rank = self._fleet.rank(effect.incarnation)
         if rank is None:
             return  # fenced already: `gone` told the room, or is about to
@@ -330,7 +336,7 @@ class RoomDesk:
         for effect in effects:
             match effect:
                 case SendAbort():
-                    self._send_abort(live, effect)
+                    self._send_abort(effect)
                 case Fence():
                     self._fence(effect.incarnation, f"room {effect.key}: {effect.reason}")
                 case Entered():

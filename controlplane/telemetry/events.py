@@ -67,7 +67,7 @@ class Event(Enum):
     ROOM_RETRACTED = "room.retracted", "A generation ended for want of pages; the room begins again with the next."
     ROOM_QUARANTINED = "room.quarantined", "No ack by the deadline: the room's pages are quarantined."
     ROOM_REFUSED = "room.refused", "A room could not be opened; `reason`."
-    ROOM_LATE_REPORT = "room.late_report", "A report of an ended room or generation was refused."
+    ROOM_LATE_REPORT = "room.late_report", "A report of an ended room was refused; if it lives there, it is aborted."
     ROOM_INVALID_REPORT = "room.invalid_report", "A report that the room's state does not allow was refused."
     ABORT_SENT = "abort.sent", "An abort frame was sent to a rank (again, if `resent`)."
     ABORT_RECEIVED = "abort.received", "A rank acknowledged the abort frames up to `seq`."

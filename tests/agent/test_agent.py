@@ -24,6 +24,7 @@ from dsv4ctl.controlplane.link.wire import (
 from dsv4ctl.controlplane.rooms.effects import Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.table import RoomTable
 from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, TicketState
 from dsv4ctl.engine_adapters.agent import QUARANTINE_SHARE, UnknownRoomError
@@ -346,6 +347,15 @@ def test_the_next_control_plane_counts_its_aborts_from_one(prefill: SmallAgent) 
     prefill.open(RoomKey(2, 1))
     prefill.told_to_abort(RoomKey(2, 1), seq=1)
     assert prefill.acks()[-1] == AbortAck(RoomKey(2, 1), Quiet.QUIET)
+
+
+def test_rooms_of_the_next_control_plane_open_though_it_counts_their_turns_from_1(prefill: SmallAgent) -> None:
+    prefill._rooms = RoomTable(ends=0)
+    prefill.open(RoomKey(1, 1), turn=1000)
+    prefill.orphaned("gone")
+    prefill.adopted()
+    prefill.open(RoomKey(2, 1), turn=1)
+    assert prefill.reported()[-1] is RoomState.ALLOCATED
 
 
 def test_the_next_control_plane_learns_what_only_it_can_end(decode: SmallAgent, prefill: SmallAgent) -> None:

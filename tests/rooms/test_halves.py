@@ -306,6 +306,16 @@ def test_a_poisoned_writer_is_settled_by_its_fence_alone() -> None:
     assert half.fenced("P0") == [ReleasePages(), Enter(RoomState.ABORTED)]
 
 
+def test_an_ack_that_a_fenced_writer_sent_before_it_was_killed_says_nothing() -> None:
+    """It asked for the ack again after the abort, so that a second one was on its way."""
+    half = landed()
+    half.forward_begin()
+    half.ack("P0", POISONED)
+    assert half.fenced("P0") == []
+    assert half.ack("P0", POISONED) == []
+    assert half.forward_end() == [ReleasePages(), Enter(RoomState.ABORTED)]
+
+
 def test_poison_counts_even_if_everything_seemed_to_have_landed() -> None:
     half = landed()
     half.ack("P0", POISONED)

@@ -80,6 +80,16 @@ def test_a_report_of_aborted_is_no_ack() -> None:
     assert found.ack(P, Quiet.QUIET, 102.0)[-1] == Ended(KEY, RoomState.ABORTED, "P rank 0 aborted the room")
 
 
+def test_a_rank_that_opens_the_room_after_its_ack_is_told_again() -> None:
+    """It acked the abort before it knew the room, and has forgotten that since."""
+    found = room()
+    found.abort(CLIENT, "left", 101.0)
+    found.ack(P, Quiet.QUIET, 101.0)
+    assert report(found, P, RoomState.ALLOCATED) == [SendAbort(P, KEY, CLIENT, "left")]
+    assert report(found, P, RoomState.ABORTING, RoomState.ABORTED) == []
+    assert found.ack(D, Quiet.QUIET, 102.0)[-1] == Ended(KEY, RoomState.ABORTED, "left")
+
+
 def test_a_poisoned_rank_is_fenced_and_nothing_else_ends_the_room() -> None:
     found = room()
     report(found, P, RoomState.ABORTING, RoomState.QUIESCING, RoomState.ABORTED)

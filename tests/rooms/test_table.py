@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import pytest
 
-from dsv4ctl.controlplane.rooms import table
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey
 from dsv4ctl.controlplane.rooms.table import RoomTable
 
@@ -75,17 +74,50 @@ def test_a_tombstone_is_for_one_generation_and_its_time(rooms: RoomTable[str]) -
     assert not rooms.open(RoomKey(8, 1), "half")
 
 
-def test_memory_is_bounded_and_the_oldest_goes(rooms: RoomTable[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(table, "MAX_TOMBSTONES", 3)
-    monkeypatch.setattr(table, "MAX_ENDED", 3)
+def test_memory_is_bounded_and_the_oldest_goes() -> None:
+    rooms = RoomTable[str](tombstones=3, ends=3)
     for number in range(5):
         rooms.bury(RoomKey(number, 1), until=100.0)
-        rooms.open(RoomKey(100 + number, 1), "half")
+        rooms.open(RoomKey(100 + number, 1), "half", turn=number)
         rooms.end(RoomKey(100 + number, 1), Quiet.QUIET)
     rooms.bury(RoomKey(100, 2), until=100.0)
-    assert [rooms.open(RoomKey(number, 1), "half") for number in range(5)] == [False, False, False, True, True]
+    opened = [rooms.open(RoomKey(number, 1), "half", turn=5 + number) for number in range(5)]
+    assert opened == [False, False, False, True, True]
     assert [rooms.ended(RoomKey(100 + n, 1)) is None for n in range(5)] == [True, True, False, False, False]
-    assert rooms.open(RoomKey(100, 2), "half")
+    assert rooms.open(RoomKey(100, 2), "half", turn=10)
+
+
+def test_a_room_whose_end_was_forgotten_does_not_open_again() -> None:
+    rooms = RoomTable[str](ends=1)
+    for turn, number in enumerate((7, 8, 9), start=1):
+        rooms.open(RoomKey(number, 1), "half", turn)
+        rooms.end(RoomKey(number, 1), Quiet.QUIET)
+    for turn, number in ((1, 7), (2, 8)):
+        assert rooms.ended(RoomKey(number, 1)) is None
+        with pytest.raises(ValueError, match=f"room {number}.1 cannot open: it may have ended here"):
+            rooms.open(RoomKey(number, 1), "half", turn)
+    assert not rooms.open(RoomKey(9, 2), "a remembered room again", turn=3)
+    assert not rooms.open(RoomKey(10, 1), "a younger room", turn=4)
+
+
+def test_another_control_plane_counts_turns_anew() -> None:
+    rooms = RoomTable[str](ends=1)
+    for number in (7, 8):
+        rooms.open(RoomKey(number, 1), "half", turn=1000 + number)
+        rooms.end(RoomKey(number, 1), Quiet.QUIET)
+    rooms.adopted()
+    rooms.open(RoomKey(9, 1), "half", turn=1)
+    rooms.end(RoomKey(9, 1), Quiet.QUIET)  # the end of 8 is forgotten, and with it no turn of this control plane
+    assert not rooms.open(RoomKey(10, 1), "half", turn=2)
+
+
+def test_a_poisoned_end_is_never_forgotten() -> None:
+    rooms = RoomTable[str](ends=1)
+    for number, outcome in ((7, Quiet.POISONED), (8, Quiet.QUIET), (9, Quiet.QUIET)):
+        rooms.open(RoomKey(number, 1), "half", turn=number)
+        rooms.end(RoomKey(number, 1), outcome)
+    assert rooms.ended(FIRST) is Quiet.POISONED
+    assert rooms.poisoned() == [FIRST]
 
 
 def test_the_dead_are_not_buried_twice(rooms: RoomTable[str]) -> None:

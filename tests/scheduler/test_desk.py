@@ -197,6 +197,7 @@ async def test_frames_that_make_no_sense_are_refused_and_survived(tmp_path: Path
         (bad,) = running.telemetry.of(Event.LINK_BAD_FRAME)
         assert "abort 99 was reported as received, only 0 were sent" in bad["error"]
         assert running.telemetry.of(Event.ROOM_LATE_REPORT)[0]["room"] == unknown
+        await until(lambda: running.log("decode0", "abort") == [str(unknown)])  # nobody else would ever end it
         status, _, _ = await post(running, "/generate", ask())
         assert status == 200
 

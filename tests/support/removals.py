@@ -256,9 +256,9 @@ def one_generation_lives(patch: Patch) -> None:
     """A new generation takes the place of the one that lives, whatever that still holds."""
     plain = RoomTable.open
 
-    def opened(self: RoomTable[Any], key: RoomKey, half: Any) -> bool:
+    def opened(self: RoomTable[Any], key: RoomKey, half: Any, turn: int = 0) -> bool:
         self._rooms.pop(key.room, None)
-        return plain(self, key, half)
+        return plain(self, key, half, turn)
 
     patch.setattr(RoomTable, "open", opened)
 

@@ -58,9 +58,9 @@ class SmallAgent(Agent):
         self.aborts = 0
         super().__init__(role, "me", SmallGate(), self.noted, self.sent.append, lambda: self.now)
 
-    def open(self, key: RoomKey = KEY, *peers: str) -> None:
+    def open(self, key: RoomKey = KEY, *peers: str, turn: int = 0) -> None:
         peers = () if self._role is Role.SINGLE else peers or ("peer",)
-        self.handle(OpenRoom(key, "req", None, "other", peers, {"ack": ACK_SECONDS}, "read"))
+        self.handle(OpenRoom(key, "req", None, "other", peers, {"ack": ACK_SECONDS}, "read", turn=turn))
 
     def told_to_abort(self, key: RoomKey = KEY, seq: int | None = None) -> None:
         self.aborts += seq is None
