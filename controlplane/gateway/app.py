@@ -13,6 +13,7 @@ from dsv4ctl.controlplane.config.schema import GatewayConfig
 from dsv4ctl.controlplane.gateway.completions import PATHS, Completions
 from dsv4ctl.controlplane.gateway.errors import RequestError
 from dsv4ctl.controlplane.gateway.looking import Backend, Looking
+from dsv4ctl.controlplane.link.url import local_url
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Fleet
 from dsv4ctl.controlplane.telemetry.events import Event
@@ -43,7 +44,7 @@ async def serve_gateway(
         try:
             site = web.TCPSite(runner, config.host, config.port)
             await site.start()
-            looking.url = _url(config.host, runner)
+            looking.url = local_url(config.host, runner.addresses[0][1])
             telemetry.emit(Event.GATEWAY_LISTENING, url=looking.url)
             yield looking.url
         finally:
@@ -82,9 +83,3 @@ def _errors(telemetry: Telemetry) -> Middleware:
         return web.Response(status=failed.status, body=failed.encoded(), content_type="application/json")
 
     return middleware
-
-
-def _url(host: str, runner: web.AppRunner) -> str:
-    port = runner.addresses[0][1]
-    shown = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(host, f"[{host}]" if ":" in host else host)
-    return f"http://{shown}:{port}"

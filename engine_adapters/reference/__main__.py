@@ -9,6 +9,7 @@ import sys
 import anyio
 
 from dsv4ctl.controlplane.link.client import LinkRefusedError
+from dsv4ctl.controlplane.link.url import local_url
 from dsv4ctl.engine_adapters.reference.engine import Engine
 from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.options import read
@@ -38,7 +39,7 @@ def main() -> int:
         async with anyio.create_task_group() as tasks:
 
             def ready(port: int) -> None:
-                tasks.start_soon(_report, engine, f"http://{options.host}:{port}")
+                tasks.start_soon(_report, engine, local_url(options.host, port))
 
             await serve(
                 engine,

@@ -19,6 +19,7 @@ import msgspec
 
 from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
 from dsv4ctl.controlplane.link.codec import FrameError
+from dsv4ctl.controlplane.link.url import local_url
 from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
@@ -144,7 +145,7 @@ class Rank:
         self.thread("agent", self._serve)
 
     def _serve(self) -> None:
-        url = self._url()
+        url = local_url(self.scheduler.server_args.host, self.scheduler.server_args.port)
         try:
             interval = self._link.connect(self._hello(url), _GREET_SECONDS).progress_interval
         except (LinkRefusedError, OSError) as error:
@@ -183,11 +184,6 @@ class Rank:
             for space, number in self.gate.counts()[state].items():
                 counts.setdefault(space, []).append(number)
         return counts
-
-    def _url(self) -> str:
-        arguments = self.scheduler.server_args
-        host = {"0.0.0.0": "127.0.0.1", "::": "[::1]"}.get(arguments.host, arguments.host)
-        return f"http://{host}:{arguments.port}"
 
     def step(self) -> None:
         """Once a turn of the scheduler's loop."""
