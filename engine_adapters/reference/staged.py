@@ -178,12 +178,12 @@ class _ByRequest(HiCache):
         for job in jobs:
             self._clock.after(job.room, partial(super().load, [job]))
 
-    def _copy(self, piece: Piece, layer: int) -> None:
+    def _copy(self, piece: Piece, layer: int, *, released: bool) -> None:
         pool, spec = next(item for item in self._host.specs.items() if item[1].space == "full")
         first = piece.device.space == "full" and layer == spec.model_layers[0]
         if first and self._strikes():  # the host copy has landed: no backup rights it any more
             self._host.layer_bytes(pool, layer)[piece.host.pages[0], 0] ^= 255
-        super()._copy(piece, layer)
+        super()._copy(piece, layer, released=released)
 
 
 class _Poisoned(Nixl):
