@@ -86,7 +86,7 @@ class RoomTable(Generic[Half]):
 
     def is_over(self, key: RoomKey) -> bool:
         """It ended here, as far as that is remembered, and no newer generation of it has been here since."""
-        return key.room not in self._rooms and self._ended.get(key.room, (None,))[0] == key.generation
+        return key.room not in self._rooms and self._last(key.room) == key.generation
 
     def ended(self, key: RoomKey) -> Quiet | None:
         """How the room, or a newer generation of it, ended here, if that is remembered."""
