@@ -21,8 +21,9 @@ from dsv4ctl.controlplane.incident.workload import FULL_WORK, QUICK_WORK
 @click.command(
     "incident",
     epilog="""
-Exit code 0: no guarded row was corrupted, stuck or failed, and each of the indexer, attention and sender rows that
-ran showed damage, and no rank row without agreement got through. 1: not so, or the experiment could not be run.
+Exit code 0: no guarded row was corrupted, stuck or failed, each of the indexer, attention and sender rows that ran
+showed damage, no rank row without agreement got through, and the retraction row retracted. 1: not so, or the
+experiment could not be run.
 
 \b
 Examples:

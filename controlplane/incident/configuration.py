@@ -22,6 +22,7 @@ class Setting(NamedTuple):
     fault: str | None = None
     host_pages: int = PAGES_A_SESSION  #: a session
     device_pages: int | None = None  #: None: a few requests' worth
+    decode_pages: int | None = None  #: None: as many
     h2d_gbps: float | None = None  #: of the paced link; None: as on a real deployment
     load_threshold: int = 1  #: pages; fewer are computed again
     off: tuple[str, ...] = ()  #: guards off from the start: ranks would part where one learns of it first
@@ -37,6 +38,7 @@ SETTINGS = {
     "short-sidecar": Setting(fault="short-sidecar"),
     "storm": Setting(device_pages=384),
     "poison": Setting(device_pages=384, fault="poison"),
+    "small-pool": Setting(host_pages=2, decode_pages=8),
     "slow-backup": Setting(fault="slow-backup", device_pages=16),
     "cramped": Setting(host_pages=4, device_pages=20, h2d_gbps=0.004, load_threshold=4),
 }
@@ -77,7 +79,8 @@ off = {list(SETTINGS[deployment.setting].off)}
 
 def _engine(deployment: Deployment, role: str, sessions: int, model_seed: int) -> str:
     setting = SETTINGS[deployment.setting]
-    pages = setting.device_pages or device_pages(deployment, role, sessions)
+    few = setting.device_pages or device_pages(deployment, role, sessions)
+    pages = setting.decode_pages or few if role == "decode" else few
     hicache = deployment.hicache and role != "decode"
     return f"""
 [[engines]]

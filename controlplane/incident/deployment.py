@@ -28,6 +28,8 @@ READY_DEADLINE, IDLE_DEADLINE, LOOK = 90.0, 45.0, 0.05
 _SHOWN_LINES = 12
 #: What the counters are called that count violated edges, and layers of loads whose bytes were not the sealed ones.
 VIOLATION, LOAD_DIFFERS = "violation: ", "load differs: "
+#: The counter of rooms that gave their pages to older ones.
+RETRACTIONS = "retractions"
 #: The gateway's answers when an engine ended, or none is there.
 _ENGINE_GONE = (502, 503)
 _JSON = {"content-type": "application/json"}

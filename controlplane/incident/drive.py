@@ -10,16 +10,18 @@ import anyio
 
 from dsv4ctl.controlplane.incident.deployment import (
     LOAD_DIFFERS,
+    RETRACTIONS,
     VIOLATION,
     RequestFailedError,
     Running,
     counters,
     since,
+    until,
 )
-from dsv4ctl.controlplane.incident.evaluate import Asked, Measured
+from dsv4ctl.controlplane.incident.evaluate import Asked, Measured, Stormed
 from dsv4ctl.controlplane.incident.rows import Row
-from dsv4ctl.controlplane.incident.storms import storm
-from dsv4ctl.controlplane.incident.workload import GROUP, Turn
+from dsv4ctl.controlplane.incident.storms import pages_back, storm
+from dsv4ctl.controlplane.incident.workload import GROUP, PAGE_TOKENS, Turn
 from dsv4ctl.controlplane.rooms.states import RoomState
 
 #: Seconds that a request may take, queues included; longer is stuck.
@@ -28,6 +30,8 @@ REQUEST_DEADLINE = 120.0
 STRUCK = 2
 #: A request on its way is aborted this often, then let through.
 ABORTS_A_REQUEST = 2
+#: A crowd in which nobody was retracted comes again this often.
+MEETINGS = 5
 #: Seconds between two looks for requests whose pages are on their way.
 _LOOK = 0.008
 
@@ -44,7 +48,6 @@ class _Row:
     """What one row gathers. `on_the_way`: requests that will be aborted in mid-transfer, by request id."""
 
     running: Running
-    new_tokens: int
     asked: list[Asked] = field(default_factory=list)
     keys: set[str] = field(default_factory=set)
     on_the_way: dict[str, anyio.CancelScope] = field(default_factory=dict)
@@ -59,7 +62,6 @@ async def run_row(
     running: Running,
     row: Row,
     turns: Turns,
-    new_tokens: int,
     victims: Callable[[int], Collection[int]],
     told: Callable[[], None],
     trace: bool = False,
@@ -75,23 +77,33 @@ async def run_row(
     await running.flush()
     before = counters(await running.engine_infos())
     stormed = None if row.storm is None else await storm(running, row.storm, len(turns))
-    state = _Row(running, new_tokens, fault=row.fault, guarded=row.guarded, moving=_MOVING[row.deployment.topology])
+    state = _Row(running, fault=row.fault, guarded=row.guarded, moving=_MOVING[row.deployment.topology])
     began, began_ns = anyio.current_time(), time.monotonic_ns()
     for round_ in sorted({round_ for _, round_ in turns}):
         this = [turn for turn in turns.values() if turn.round == round_]
         if not state.parted:
             await _round(state, this, victims(round_) if row.waves else ())
         told()
+    if row.must_retract:
+        await _again_until_retracted(state, list(turns.values()), before[RETRACTIONS])
     seconds = anyio.current_time() - began
     left = await running.idle()
+    if row.must_retract:
+        stormed = Stormed(len(state.asked), 0, 0, round(seconds, 3), await pages_back(running))
     after = before if state.parted else counters(await running.engine_infos())
     rooms = {key: room for key in sorted(state.keys) if (room := await running.room(key)) is not None}
-    loaded = after["host_tokens_loaded"] - before["host_tokens_loaded"]
-    traced = await running.traced(began_ns) if trace else None
-    differing = since(before, after, LOAD_DIFFERS)
-    violated = since(before, after, VIOLATION)
     return Measured(
-        state.asked, rooms, left, state.aborts, violated, max(loaded, 0), seconds, differing, stormed, traced
+        asked=state.asked,
+        rooms=rooms,
+        left=left,
+        aborts=state.aborts,
+        edges=since(before, after, VIOLATION),
+        host_tokens=max(after["host_tokens_loaded"] - before["host_tokens_loaded"], 0),
+        seconds=seconds,
+        loads_differ=since(before, after, LOAD_DIFFERS),
+        stormed=stormed,
+        traced=await running.traced(began_ns) if trace else None,
+        retractions=max(after[RETRACTIONS] - before[RETRACTIONS], 0),
     )
 
 
@@ -101,9 +113,36 @@ async def _round(state: _Row, turns: list[Turn], victims: Collection[int]) -> No
         if victims:
             waves.start_soon(_abort_in_waves, state)
         async with anyio.create_task_group() as tasks:
+            growing = [turn for turn in turns if turn.new_tokens > PAGE_TOKENS]
+            for turn in growing:
+                tasks.start_soon(_ask, state, turn, 0)
+            if growing:
+                await _until_full(state)
             for turn in turns:
-                tasks.start_soon(_ask, state, turn, ABORTS_A_REQUEST if turn.session in victims else 0)
+                if turn not in growing:
+                    tasks.start_soon(_ask, state, turn, ABORTS_A_REQUEST if turn.session in victims else 0)
         waves.cancel_scope.cancel()
+
+
+async def _until_full(state: _Row) -> None:
+    """What grows holds the whole decode pool, so that it cannot grow; or it never will: one of it has ended."""
+    answered = len(state.asked)
+
+    async def full() -> bool:
+        infos = await state.running.engine_infos()
+        free = sum(info["pages"]["free"]["full"] for info in infos if info["role"] == "decode")
+        return not free or len(state.asked) > answered
+
+    with anyio.move_on_after(REQUEST_DEADLINE):
+        await until(full)
+
+
+async def _again_until_retracted(state: _Row, turns: list[Turn], before: int) -> None:
+    """Requests that did not meet in the pool do not compete for it."""
+    for _ in range(MEETINGS):
+        if counters(await state.running.engine_infos())[RETRACTIONS] > before:
+            return
+        await _round(state, turns, ())
 
 
 async def _ask(state: _Row, turn: Turn, aborts: int) -> None:
@@ -130,7 +169,7 @@ async def _ask_once(state: _Row, turn: Turn, request_id: str) -> Asked:
     error = room = None
     try:
         with anyio.move_on_after(REQUEST_DEADLINE):
-            tokens, room = await state.running.generate(turn.prompt, state.new_tokens, request_id)
+            tokens, room = await state.running.generate(turn.prompt, turn.new_tokens, request_id)
             output = tuple(tokens)
     except RequestFailedError as failed:
         room = failed.room

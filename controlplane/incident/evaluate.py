@@ -93,6 +93,7 @@ class Measured(NamedTuple):
     loads_differ: Mapping[str, int] = {}
     stormed: Stormed | None = None
     traced: Traced | None = None
+    retractions: int = 0
 
 
 class RowResult(msgspec.Struct, kw_only=True):
@@ -121,6 +122,7 @@ class RowResult(msgspec.Struct, kw_only=True):
     loads_differ: dict[str, int]
     transfer_timeouts: int
     aborts: int
+    retractions: int
     cached_share: float
     host_tokens: int
     tokens_per_s: float
@@ -168,6 +170,7 @@ def evaluate(row: Row, sessions: int, expected: Mapping[tuple[int, int], Expecte
         loads_differ=dict(sorted(measured.loads_differ.items())),
         transfer_timeouts=sum(_timed_out(room) for room in measured.rooms.values()),
         aborts=measured.aborts + (measured.stormed.aborted if measured.stormed else 0),
+        retractions=measured.retractions,
         cached_share=round(cached / prompt_tokens, 4) if prompt_tokens else 0.0,
         host_tokens=measured.host_tokens,
         tokens_per_s=round(sum(len(one.output_ids or ()) for one in answered) / measured.seconds, 1),
@@ -251,6 +254,8 @@ def problems(rows: Sequence[tuple[Row, RowResult]]) -> list[str]:
             bad = ", ".join(f"{count} {what}" for what, count in counts.items() if count)
             if bad:
                 found.append(f"{result.name}: guards on, and yet {bad}")
+            if row.must_retract and not result.retractions:
+                found.append(f"{result.name}: no room was retracted in {result.requests} requests")
         elif row.must_stick and not result.stuck:
             found.append(f"{result.name}: {result.guards} off, and nothing was stuck in {result.requests} requests")
         elif row.must_damage and not (result.corrupted and result.digests_differ):

@@ -31,7 +31,7 @@ _PACKAGES = {"dsv4ctl": "dsv4ctl", "torch": "torch", "nixl": "nixl-cu12", "aioht
 
 
 class Plan(NamedTuple):
-    """`work`: by the rows' group."""
+    """`work`: by the rows' work."""
 
     rows: tuple[Row, ...]
     work: Mapping[str, Work]
@@ -40,7 +40,7 @@ class Plan(NamedTuple):
     traces: bool = False
 
     def work_of(self, row: Row) -> Work:
-        return self.work[row.group]
+        return self.work[row.work or row.group]
 
 
 class Experiment:
@@ -114,13 +114,11 @@ class Experiment:
     async def _write_script(self, index_k: Dtype, work: Work, written: anyio.Event) -> None:
         if (index_k, work) not in self._scripts:
             spoken = conversations(self._plan.seed, work.sessions, work.size)
-            self._scripts[index_k, work] = await write_script(
-                index_k, _MODEL_SEED, spoken, work.size.new_tokens, self._progress.step
-            )
+            self._scripts[index_k, work] = await write_script(index_k, _MODEL_SEED, spoken, self._progress.step)
         written.set()
 
     async def _row(self, running: Running, row: Row, script: Script) -> None:
-        seed, (sessions, size) = self._plan.seed, self._plan.work_of(row)
+        seed, sessions = self._plan.seed, self._plan.work_of(row).sessions
         self._progress.label(row.name)
 
         def chosen(round_: int) -> frozenset[int]:
@@ -130,7 +128,7 @@ class Experiment:
             for _ in range(sessions):
                 self._progress.step()
 
-        measured = await run_row(running, row, script.turns, size.new_tokens, chosen, told, self._plan.traces)
+        measured = await run_row(running, row, script.turns, chosen, told, self._plan.traces)
         self._results.append((row, evaluate(row, sessions, script.expected, measured)))
 
     def _index_topk(self) -> int | None:

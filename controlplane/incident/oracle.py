@@ -18,7 +18,7 @@ from dsv4ctl.controlplane.incident.workload import Conversation, Turn
 
 _MODULE = "dsv4ctl.engine_adapters.reference.oracle"
 #: Seconds for one answer; the first includes the start of the process.
-ANSWER_DEADLINE = 60.0
+ANSWER_DEADLINE = 180.0
 #: Oracle processes at a time. Each answers one request at a time.
 ORACLES = 2
 _MAX_LINE = 1 << 20
@@ -78,7 +78,6 @@ async def write_script(
     index_k: Dtype,
     model_seed: int,
     conversations: Sequence[Conversation],
-    new_tokens: int,
     told: Callable[[], None],
 ) -> Script:
     """Asks one oracle a core, each about sessions of its own. `told` is called after each answer.
@@ -91,7 +90,7 @@ async def write_script(
     async def ask(share: list[tuple[int, Conversation]]) -> None:
         async with oracle(index_k, model_seed) as asked:
             for session, conversation in share:
-                await _play(asked, session, conversation, new_tokens, script, told)
+                await _play(asked, session, conversation, script, told)
 
     async with anyio.create_task_group() as tasks:
         for first in range(min(ORACLES, len(sessions))):
@@ -103,14 +102,13 @@ async def _play(
     asked: Oracle,
     session: int,
     conversation: Conversation,
-    new_tokens: int,
     script: Script,
     told: Callable[[], None],
 ) -> None:
     answers: list[tuple[int, ...]] = []
     for round_ in range(len(conversation.turns)):
-        turn = Turn(session, round_, conversation.prompt(answers))
-        right = await asked.ask(turn.prompt, new_tokens)
+        turn = Turn(session, round_, conversation.prompt(answers), conversation.new_tokens)
+        right = await asked.ask(turn.prompt, turn.new_tokens)
         script.turns[session, round_], script.expected[session, round_] = turn, right
         answers.append(right.output_ids)
         told()

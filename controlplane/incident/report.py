@@ -19,7 +19,7 @@ PACING_SOURCE = (
 )
 _HEADER = (
     "row", "index_k", "hicache", "topology", "guards", "corrupted", "stuck", "failed", "digests differ", "time-outs",
-    "aborts", "cached", "tok/s", "verdict",
+    "aborts", "retracted", "cached", "tok/s", "verdict",
 )  # fmt: skip
 
 
@@ -106,6 +106,7 @@ def rows_table(rows: Sequence[RowResult]) -> str:
             row.digest_mismatches,
             row.transfer_timeouts,
             row.aborts,
+            row.retractions,
             f"{100 * row.cached_share:.0f}%",
             row.tokens_per_s,
             row.verdict,

@@ -43,8 +43,9 @@ class Row(NamedTuple):
 
     `waves`: requests are aborted in waves and asked again. `must_damage`, `must_stick`: a run in which this row shows
     no damage, or in which nothing is stuck, has failed to show what it is for. `fault`: what strikes one rank in every
-    `STRUCK`th group of sessions. `storm`: what comes before the conversations. `group`: what `--only` calls it with
-    its like.
+    `STRUCK`th group of sessions. `storm`: what comes before the conversations. `must_retract`: they are more than the
+    decode pool has room for, asked again until one gives way. `group`: what `--only` calls it with its like. `work`:
+    what its conversations are; empty: as those of its group.
     """
 
     name: str
@@ -55,7 +56,9 @@ class Row(NamedTuple):
     must_stick: bool = False
     fault: str = ""
     storm: How | None = None
+    must_retract: bool = False
     group: str = ""
+    work: str = ""
 
     @property
     def off(self) -> tuple[str, ...]:
@@ -134,8 +137,8 @@ def group_rows() -> tuple[Row, ...]:
 
 
 def storm_rows() -> tuple[Row, ...]:
-    """80 requests under way, and an end to all or half of them; then the conversations."""
-    calm, poison = (Deployment("bf16", True, "pd", setting) for setting in ("storm", "poison"))
+    """80 requests under way, and an end to all or half of them, then the conversations; a crowd in a small pool."""
+    calm, poison, small = (Deployment("bf16", True, "pd", setting) for setting in ("storm", "poison", "small-pool"))
     aborts: tuple[How, ...] = ("all", "half", "staggered")
     return (
         *(
@@ -145,6 +148,7 @@ def storm_rows() -> tuple[Row, ...]:
         ),
         Row("peer-back", calm, storm="peer-back", group="storms"),
         Row("poisoned", poison, storm="poisoned", group="storms"),
+        Row("retraction", small, must_retract=True, group="storms", work="crowd"),
     )
 
 

@@ -46,7 +46,7 @@ class _Storm:
             await self._until_gone(doomed)
             seconds = anyio.current_time() - began
         await self._running.ready()
-        left = await self._until_pages_are_back()
+        left = await pages_back(self._running)
         if self._how != "half":
             seconds = anyio.current_time() - began
         return Stormed(ROOMS, len(doomed), len(self._failed - set(doomed)), round(seconds, 3), left)
@@ -94,22 +94,24 @@ class _Storm:
         with anyio.move_on_after(_GONE):
             await until(gone)
 
-    async def _until_pages_are_back(self) -> int:
-        left = 0
-
-        async def back() -> bool:
-            nonlocal left
-            left = sum(pages_left(info) for info in await self._running.engine_infos())
-            return not left
-
-        with anyio.move_on_after(_GONE):
-            await until(back)
-        return left
-
 
 async def storm(running: Running, how: How, seed: int) -> Stormed:
     """Raises what `Running` raises."""
     return await _Storm(running, how, seed).run()
+
+
+async def pages_back(running: Running) -> int:
+    """Waits for the pages of all that has ended; how many are not back after _GONE."""
+    left = 0
+
+    async def back() -> bool:
+        nonlocal left
+        left = sum(pages_left(info) for info in await running.engine_infos())
+        return not left
+
+    with anyio.move_on_after(_GONE):
+        await until(back)
+    return left
 
 
 def pages_left(info: Mapping[str, Any]) -> int:

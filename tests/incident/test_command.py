@@ -69,6 +69,28 @@ def test_quick_shows_what_each_guard_prevents() -> None:
     assert rows["quiesce-off"]["edges"], "pages were reused before their writer was quiet"
 
 
+def test_a_row_of_each_group() -> None:
+    """Ranks that part, a short sidecar, and a crowd in a small pool."""
+    rows = "clock-alone,sidecar-on,retraction"
+    done = subprocess.run(
+        [*PROGRAM, "incident", "--quick", "--only", rows, "--json"],
+        capture_output=True, text=True, timeout=PATIENCE, check=False,
+    )  # fmt: skip
+    assert done.stdout, done.stderr
+    told = json.loads(done.stdout)
+    assert (done.returncode, told["problems"]) == (0, []), done.stderr
+    parted, sidecar, crowd = told["rows"]
+    assert [row["group"] for row in told["rows"]] == ["ranks", "groups", "storms"]
+    assert parted["stuck"] > 0
+    assert parted["guards"] == "rank_agreement"
+    for row, requests in ((sidecar, 24), (crowd, 40)):
+        assert (row["corrupted"], row["stuck"], row["failed"], row["digest_mismatches"]) == (0, 0, 0, 0)
+        assert row["requests"] % requests == 0
+    assert sidecar["loads_differ"] == {}
+    assert crowd["retractions"] > 0
+    assert crowd["storm"]["pages_left"] == 0
+
+
 @pytest.mark.parametrize("ending", [signal.SIGTERM, signal.SIGKILL])
 def test_nothing_outlives_it(ending: signal.Signals) -> None:
     """SIGTERM stops what it started; SIGKILL leaves that to the kernel."""

@@ -11,11 +11,12 @@ import pytest
 
 from dsv4ctl.controlplane.incident import drive
 from dsv4ctl.controlplane.incident.deployment import VIOLATION, RequestFailedError, Running, since
-from dsv4ctl.controlplane.incident.rows import quick_rows, rank_rows
-from dsv4ctl.controlplane.incident.workload import Turn
+from dsv4ctl.controlplane.incident.evaluate import Stormed
+from dsv4ctl.controlplane.incident.rows import quick_rows, rank_rows, storm_rows
+from dsv4ctl.controlplane.incident.workload import PAGE_TOKENS, Turn
 
 ON, *_, QUIESCE, _ = quick_rows()
-TURNS = {(session, round_): Turn(session, round_, (session, round_)) for session in range(4) for round_ in range(2)}
+TURNS = {(session, round_): Turn(session, round_, (session, round_), 6) for session in range(4) for round_ in range(2)}
 pytestmark = pytest.mark.asyncio
 
 
@@ -68,7 +69,7 @@ class Played:
 
 async def run(played: Played, row: Any, victims: frozenset[int] = frozenset()) -> Any:
     with anyio.fail_after(60):
-        return await drive.run_row(cast(Running, played), row, TURNS, 6, lambda round_: victims, lambda: None)
+        return await drive.run_row(cast(Running, played), row, TURNS, lambda round_: victims, lambda: None)
 
 
 async def test_a_row_switches_guards_then_flushes_then_asks_each_round_at_once() -> None:
@@ -126,6 +127,51 @@ async def test_what_was_under_way_when_the_ranks_parted_is_stuck() -> None:
     stuck = {(one.session, one.round) for one in measured.asked if one.output_ids is None and one.error is None}
     assert stuck == {(0, 0), (2, 0)}
     assert {one.round for one in measured.asked} == {0}, "the engine is gone: no further round"
+
+
+class Crowded(Played):
+    """Two growing requests fill the decode pool, and end once others came; at the second visit a room gives way."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.growing = self.visits = 0
+        self.met: list[int] = []  #: growing requests that the first of the others met, by visit
+        self.came = anyio.Event()
+
+    async def generate(self, prompt: Sequence[int], new_tokens: int, request_id: str) -> tuple[list[int], str]:
+        if new_tokens <= PAGE_TOKENS:
+            if not self.came.is_set():
+                self.met.append(self.growing)
+                self.came.set()
+            return await super().generate(prompt, new_tokens, request_id)
+        if not self.growing:
+            self.visits += 1
+            self.came = anyio.Event()
+        self.growing += 1
+        await self.came.wait()
+        self.growing -= 1
+        return await super().generate(prompt, new_tokens, request_id)
+
+    async def engine_infos(self) -> list[dict[str, Any]]:
+        none = {state: {"full": 0} for state in ("owned", "retiring", "quarantined", "leased")}
+        counted = {"host_tokens_loaded": 0, "retractions": int(self.visits == 2)}
+        prefill, decode = ({"free": {"full": free}, **none} for free in (8, 8 - 4 * self.growing))
+        return [
+            {"role": "prefill", "pages": prefill, "counters": {}},
+            {"role": "decode", "pages": decode, "counters": counted},
+        ]
+
+
+async def test_a_crowd_comes_once_the_pool_is_full_and_again_until_a_room_gave_way() -> None:
+    (row,) = (row for row in storm_rows() if row.must_retract)
+    turns = {(session, 0): Turn(session, 0, (session, 0), 300 if session < 2 else 3) for session in range(5)}
+    played = Crowded()
+    with anyio.fail_after(10):
+        measured = await drive.run_row(cast(Running, played), row, turns, lambda round_: (), lambda: None)
+    assert played.met == [2, 2]
+    assert (measured.retractions, len(measured.asked)) == (1, 10)
+    assert measured.stormed is not None
+    assert measured.stormed == Stormed(10, 0, 0, measured.stormed.seconds, 0)
 
 
 async def test_edges_are_counted_between_two_looks() -> None:

@@ -116,6 +116,13 @@ def test_a_rank_row_must_stick_and_a_storm_must_give_its_pages_back() -> None:
     assert problems([(storm, result)]) == ["all-on: guards on, and yet 1 failed, 3 pages left"]
 
 
+def test_a_crowd_must_make_a_room_give_way_and_give_its_pages_back() -> None:
+    crowd = Row("retraction", THERE, must_retract=True, group="storms", work="crowd")
+    assert problems([(crowd, row(crowd, [asked(0)], retractions=2, stormed=Stormed(40, 0, 0, 9.0, 0)))]) == []
+    found = problems([(crowd, row(crowd, [asked(0)], stormed=Stormed(40, 0, 0, 9.0, 1)))])
+    assert found == ["retraction: guards on, and yet 1 pages left", "retraction: no room was retracted in 1 requests"]
+
+
 def test_rows_that_differ_in_one_thing_are_compared() -> None:
     def ran(name: str, guards: str = "tickets", waves: bool = False, bad: int = 0, **deployment: Any) -> RowResult:
         given = Row(name, THERE._replace(**deployment), guards, waves=waves)

@@ -17,7 +17,7 @@ from dsv4ctl.controlplane.incident.evaluate import Asked, Expected, Measured, ev
 from dsv4ctl.controlplane.incident.progress import Progress, bar
 from dsv4ctl.controlplane.incident.report import Pacing, Report, as_json, as_text
 from dsv4ctl.controlplane.incident.rows import THERE, by_deployment, full_rows, quick_rows
-from dsv4ctl.controlplane.incident.workload import FULL_WORK, GROUP, PAGE_TOKENS, QUICK_WORK, Size, Work
+from dsv4ctl.controlplane.incident.workload import FULL_WORK, GROUP, PAGE_TOKENS, QUICK_WORK, Size, Work, conversations
 
 COST = {
     "on_to_off_landed": 0.97,
@@ -50,7 +50,7 @@ def test_json_is_one_object_with_the_rows() -> None:
     (row,) = told["rows"]
     for name in (
         "index_k", "hicache", "topology", "guards", "sessions", "corrupted", "stuck", "digest_mismatches",
-        "transfer_timeouts", "cached_share", "tokens_per_s",
+        "transfer_timeouts", "retractions", "cached_share", "tokens_per_s",
     ):  # fmt: skip
         assert name in row
     assert (row["guards"], row["corrupted"], row["pools"]) == ("indexer_ticket", 1, {"index_k": 1})
@@ -110,6 +110,22 @@ def test_the_device_holds_every_request_and_not_every_prefix(size: Size, session
     without = THERE._replace(hicache=False)
     assert device_pages(without, "decode", sessions) == device_pages(THERE, "decode", sessions)
     assert device_pages(without, "prefill", sessions) > every_prefix
+
+
+@pytest.mark.parametrize("work", [FULL_WORK["crowd"], QUICK_WORK["crowd"]])
+def test_what_grows_holds_the_small_pool_and_eight_others_fit(work: Work) -> None:
+    pages = SETTINGS["small-pool"].decode_pages
+    held = last = 0
+    for conversation in conversations(0, work.sessions, work.size):
+        prompt, answered = len(conversation.prompt([])), len(conversation.prompt([])) + conversation.new_tokens
+        if conversation.new_tokens > PAGE_TOKENS:
+            held += prompt // PAGE_TOKENS + 2
+            last = -(-answered // PAGE_TOKENS)
+            assert last == prompt // PAGE_TOKENS + 3, "it outgrows the page that it has to grow into"
+        else:
+            assert answered <= PAGE_TOKENS
+    assert held == pages == 8
+    assert last < pages, "alone it fits"
 
 
 @pytest.mark.parametrize("work", [FULL_WORK["ranks"], QUICK_WORK["ranks"]])
