@@ -11,7 +11,7 @@ from typing import Any
 
 import msgspec
 
-from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey, RoomState
 
 #: Raised by one whenever a frame changes in a way an older peer would misread.
 WIRE_VERSION = 2
@@ -105,6 +105,7 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     url: str  #: base URL of the engine's HTTP server
     bootstrap_port: int  #: 0 on an engine that no peer connects to
     geometry: Geometry
+    cancellable: Cancellable = Cancellable.CHUNK  #: an engine that does not say is fenced if it takes longer
 
 
 class RoomReport(msgspec.Struct, tag=True, frozen=True):

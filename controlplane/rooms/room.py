@@ -6,7 +6,7 @@ Events come in with `now` (monotonic seconds); effects come out for a shell to c
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from dsv4ctl.controlplane.rooms.states import (
     NEXT,
     TERMINAL,
     AbortSource,
+    Cancellable,
     Quiet,
     RoomKey,
     RoomState,
@@ -60,6 +61,16 @@ Effect = SendAbort | Fence | Entered | Ended
 
 class StaleReport(ValueError):
     """A report by an incarnation that takes no part in the room: refused (fencing)."""
+
+
+def allowed(deadlines: Mapping[str, float], declared: Iterable[Cancellable]) -> dict[str, float]:
+    """The deadlines of a room whose engines have `declared` that.
+
+    One that computes an aborted prompt to its end acknowledges after it, as late as `loading` may last: a fence before
+    that would end an engine that is only slow to hear, with every other room on it.
+    """
+    last = deadlines[RoomState.LOADING.value] if Cancellable.PROMPT in declared else 0.0
+    return {**deadlines, "ack": deadlines["ack"] + last}
 
 
 @dataclass(slots=True)

@@ -73,6 +73,13 @@ class AbortSource(Enum):
     RETRACTION = "retraction"  #: decode needs the pages for an older room: the next generation begins again
 
 
+class Cancellable(Enum):
+    """Until when an aborted prompt can be stopped, as its engine declares it: what has begun is computed to its end."""
+
+    CHUNK = "chunk"  #: of the prompt: a forward that was launched
+    PROMPT = "prompt"  #: it is computed whole, and the room is not quiet before
+
+
 class Quiet(Enum):
     """What an abort-ack says of the writer."""
 

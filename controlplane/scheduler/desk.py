@@ -37,6 +37,7 @@ from dsv4ctl.controlplane.rooms.room import (
     Room,
     SendAbort,
     StaleReport,
+    allowed,
 )
 from dsv4ctl.controlplane.rooms.states import LIVE, AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
@@ -143,7 +144,8 @@ class RoomDesk:
             for engine in pair.engines
             for rank in engine.ranks.values()
         }
-        room = Room(key, request.request_id, request.session, participants, self._deadlines, anyio.current_time())
+        deadlines = allowed(self._deadlines, [engine.cancellable for engine in pair.engines])
+        room = Room(key, request.request_id, request.session, participants, deadlines, anyio.current_time())
         live = LiveRoom(room, request, turn, pair, amount)
         self._live[key] = live
         self._telemetry.emit(
@@ -162,7 +164,7 @@ class RoomDesk:
             session=live.room.session,
             peer_engine=peer.name if peer else None,
             peers=tuple(peer.ranks) if peer else (),
-            deadlines=self._deadlines,
+            deadlines=dict(live.room.deadlines),
             integrity=self._integrity,
             bootstrap_ports=peer.bootstrap_ports if peer and peer.role is Role.PREFILL else (),
             fresh=live.request.fresh,

@@ -13,6 +13,7 @@ from dsv4ctl.controlplane.aborts.log import AbortLog
 from dsv4ctl.controlplane.config.schema import EngineConfig
 from dsv4ctl.controlplane.link.server import Link
 from dsv4ctl.controlplane.link.wire import Geometry, Progress, Role
+from dsv4ctl.controlplane.rooms.states import Cancellable
 
 #: Seconds between two progress reports of a rank.
 PROGRESS_INTERVAL = 0.25
@@ -108,6 +109,11 @@ class Engine:
     def geometry(self) -> Geometry | None:
         first = self._first()
         return first.link.hello.geometry if first is not None and first.link is not None else None
+
+    @property
+    def cancellable(self) -> Cancellable:
+        first = self._first()
+        return Cancellable.CHUNK if first is None or first.link is None else first.link.hello.cancellable
 
     @property
     def quarantined(self) -> int:

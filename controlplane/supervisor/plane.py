@@ -213,6 +213,7 @@ def _engine(engine: Engine, now: float, wedge: float) -> dict[str, Any]:
         "loops": loops,
         "malformed_frames": sum(rank.link.malformed for rank in ranks if rank.link),
         "aborts_pending": sum(rank.aborts.pending for rank in ranks),
+        "cancellable": engine.cancellable.value,
         "geometry": None if geometry is None else _geometry(geometry),
     }
 

@@ -28,7 +28,7 @@ from dsv4ctl.controlplane.link.wire import (
     ToRank,
 )
 from dsv4ctl.controlplane.rooms.effects import Refusal
-from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
+from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, SpaceSpec
 from dsv4ctl.controlplane.trace.format import Rank
@@ -271,6 +271,7 @@ class Engine:
             url=url,
             bootstrap_port=0 if self._transfer is None else self._transfer.bootstrap_port,
             geometry=self.link_geometry(),
+            cancellable=Cancellable.CHUNK,
         )
         welcome = self._link.connect(hello, _START_SECONDS)
         self._link.start()

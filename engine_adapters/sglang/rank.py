@@ -21,6 +21,7 @@ from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
 from dsv4ctl.controlplane.link.codec import FrameError
 from dsv4ctl.controlplane.link.url import local_url
 from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
+from dsv4ctl.controlplane.rooms.states import Cancellable
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
 from dsv4ctl.controlplane.trace.format import Rank as TraceRank
@@ -176,7 +177,13 @@ class Rank:
                 int(self.scheduler.model_config.context_len),
                 {space: sum(counts) for space, counts in self._page_counts().items()},
             ),
+            cancellable=self._cancellable(),
         )
+
+    def _cancellable(self) -> Cancellable:
+        """Without chunks a prompt is one forward."""
+        whole = self.role is not Role.DECODE and getattr(self.scheduler, "chunked_prefill_size", None) is None
+        return Cancellable.PROMPT if whole else Cancellable.CHUNK
 
     def _page_counts(self) -> dict[str, list[int]]:
         counts: dict[str, list[int]] = {}

@@ -40,6 +40,27 @@ async def ask_all(client: Client) -> None:
         assert replies[at].tokens == expected(ids, new), (at, replies[at])
 
 
+async def test_two_ranks_retract_the_same_room_and_race_with_nobody() -> None:
+    """Two long rooms fill the pool, and one gives way: on both ranks, and its next generation gets its pages."""
+    two = "ranks = 2\nreference = { device_pages = 8, state_slots = 8 }"
+    with deployed("[deadlines]\nallocated = 600.0", prefill="ranks = 2", decode=two) as deployment:
+        async with deployment.client() as client:
+            while not deployment.events("room.retracted"):
+                replies = await client.burst(asked()[:2])
+                assert [reply.tokens for reply in replies] == [expected(ids, new) for ids, new in asked()[:2]], replies
+            retracted = len(deployment.events("room.retracted"))
+
+            async def counted() -> bool:
+                return bool((await client.engines())[DECODE]["counters"]["retractions"] == 2 * retracted)
+
+            await client.until("each rank has counted each retraction", counted)
+            assert deployment.events("gateway.leg_failed", "room.aborted", "room.quarantined") == []
+            found = await client.traced()
+            assert (found.races, found.gaps) == (0, 0)
+            assert found.events > 1000
+            await client.check_no_page_lost()
+
+
 async def test_forty_requests_in_a_pool_for_eight() -> None:
     with deployed("[deadlines]\nallocated = 600.0", decode=DECODE_CONFIG) as deployment:
         async with deployment.client() as client:

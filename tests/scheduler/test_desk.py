@@ -10,7 +10,7 @@ import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, PoliciesConfig
 from dsv4ctl.controlplane.link.wire import AbortAck, Quarantined, Received, RoomReport
-from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import GEOMETRY, FakeRank
@@ -89,6 +89,24 @@ async def test_a_writer_that_never_acks_is_fenced_and_the_other_side_is_told(tmp
         order = [record["event"] for record in running.telemetry.records]
         assert order.index(Event.ENGINE_FENCED) < order.index(Event.ROOM_ABORTED)
         await until(lambda: running.ranks["prefill0"] is not first)
+
+
+@pytest.mark.parametrize(("declared", "ack"), [(Cancellable.CHUNK, 5.0), (Cancellable.PROMPT, 65.0)])
+async def test_an_engine_that_computes_prompts_to_their_end_has_the_time_for_it(
+    tmp_path: Path, declared: Cancellable, ack: float
+) -> None:
+    """Report 16: the ranks of a room, and the room itself, have as long as the slowest of its engines declares."""
+
+    def declares(rank: FakeRank) -> None:
+        if rank.role.value == "prefill":
+            rank.cancellable = declared
+
+    config = pair_config(tmp_path, deadlines=DeadlinesConfig(ack=5.0, loading=60.0))
+    async with stage(config, declares) as running:
+        assert (await post(running, "/generate", ask()))[0] == 200
+        assert [rank.deadlines["ack"] for rank in running.ranks.values()] == [ack, ack]
+        said = {engine["name"]: engine["cancellable"] for engine in await running.plane.engines()}
+        assert said == {"prefill0": declared.value, "decode0": "chunk"}
 
 
 async def test_a_poisoned_room_is_released_only_by_a_fence(tmp_path: Path) -> None:

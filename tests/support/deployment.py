@@ -23,6 +23,8 @@ import anyio
 import torch
 
 from dsv4ctl.controlplane.admin.client import AdminClient, connect
+from dsv4ctl.controlplane.incident.evaluate import Traced
+from dsv4ctl.controlplane.incident.traced import traced
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.oracle import Oracle
 
@@ -193,6 +195,10 @@ class Client:
         url = (await self.engines())[engine]["url"]
         async with self.http.get(f"{url}/server_info", timeout=aiohttp.ClientTimeout(20)) as answer:
             return dict(await answer.json())
+
+    async def traced(self) -> Traced:
+        """What the race detector says of everything that the ranks' rings hold."""
+        return await traced(self._admin, 0)
 
     async def signal(self, engine: str, number: int, rank: int = 0) -> int:
         pid = int((await self.engines())[engine]["pids"][rank])

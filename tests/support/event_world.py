@@ -24,8 +24,9 @@ from dsv4ctl.controlplane.link.wire import (
     ToControlPlane,
     ToRank,
 )
+from dsv4ctl.controlplane.rooms import room as whole_room
 from dsv4ctl.controlplane.rooms.room import Effect, Ended, Fence, ParticipantInfo, Room, SendAbort, StaleReport
-from dsv4ctl.controlplane.rooms.states import LIVE, AbortSource, RoomKey
+from dsv4ctl.controlplane.rooms.states import LIVE, AbortSource, Cancellable, RoomKey
 from dsv4ctl.controlplane.tickets.types import Consumer
 from event_rank import POOLS, Rank, Unmet
 
@@ -53,6 +54,7 @@ class World:
         self.fences: list[str] = []  #: asked for by the control plane, in order
         self.ended: list[str] = []
         self._logs: dict[str, AbortLog] = {}
+        self._cancellable: dict[str, Cancellable] = {}  #: as each rank's engine declares it
         self._held: set[str] = set()
         self._wire: list[Message] = []
 
@@ -78,8 +80,9 @@ class World:
 
     # ---- what files say ------------------------------------------------------------------------------
 
-    def do_rank(self, name: str, role: str, pages: str = "8", consumers: str = "") -> None:
+    def do_rank(self, name: str, role: str, pages: str = "8", consumers: str = "", cancellable: str = "chunk") -> None:
         """A rank of its own engine; `consumers` are the registered ones (default: all)."""
+        self._cancellable[name] = Cancellable(cancellable)
         registered = [Consumer(word) for word in consumers.split(",")] if consumers else list(Consumer)
         self.ranks[name] = Rank(self, name, Role(role), int(pages), registered)
         self._logs[name] = AbortLog()
@@ -89,7 +92,8 @@ class World:
         room = _key(key)
         roles = {name: self.ranks[name].role for name in names}
         infos = {name: ParticipantInfo(name, 0, role.value) for name, role in roles.items()}
-        deadlines = {state.value: STATE_SECONDS for state in LIVE} | {"ack": ACK_SECONDS}
+        configured = {state.value: STATE_SECONDS for state in LIVE} | {"ack": ACK_SECONDS}
+        deadlines = whole_room.allowed(configured, [self._cancellable[name] for name in names])
         self.rooms[room] = Room(room, "request", None, infos, deadlines, self.now)
         for name in names:
             peers = tuple(other for other in names if roles[other] is not roles[name])

@@ -48,7 +48,7 @@ from dsv4ctl.controlplane.link.wire import (
     ToRank,
     Welcome,
 )
-from dsv4ctl.controlplane.rooms.states import FORWARD, AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.rooms.states import FORWARD, AbortSource, Cancellable, Quiet, RoomKey, RoomState
 
 CONTEXT_TOKENS = 4096
 _RETRACTED = b'{"error": {"message": "no page", "source": "retraction"}}'
@@ -80,6 +80,7 @@ class FakeRank:
     ranks: int = 1
     geometry: Geometry = GEOMETRY
     wire: int = WIRE_VERSION
+    cancellable: Cancellable = Cancellable.CHUNK
     answers: bool = True  #: whether it answers queries
     allocates: bool = True  #: whether it reports a room as known
     quiet: anyio.Event | None = None  #: a retracted room is acknowledged only then
@@ -87,6 +88,7 @@ class FakeRank:
     deaf: bool = False  #: whether it takes no notice of aborts at all
     log: list[tuple[str, str]] = field(default_factory=list)
     rooms: dict[int, RoomKey] = field(default_factory=dict)
+    deadlines: dict[str, float] = field(default_factory=dict)  #: of the room that was opened last
     scopes: dict[RoomKey, anyio.CancelScope] = field(default_factory=dict)
     aborted: dict[RoomKey, tuple[AbortSource, str]] = field(default_factory=dict)
     steps: int = 0
@@ -115,6 +117,7 @@ class FakeRank:
                         url=self.url,
                         bootstrap_port=9 if self.role is Role.PREFILL else 0,
                         geometry=self.geometry,
+                        cancellable=self.cancellable,
                     )
                 )
             )
@@ -149,6 +152,7 @@ class FakeRank:
             case OpenRoom():
                 self.rooms[frame.key.room] = frame.key
                 self.log.append(("open", str(frame.key)))
+                self.deadlines = frame.deadlines
                 if self.allocates:
                     await self.send(RoomReport(frame.key, RoomState.ALLOCATED))
             case Abort() if not self.deaf:

@@ -16,6 +16,7 @@ from dsv4ctl.controlplane.aborts.log import AbortEntry, AbortLog
 from dsv4ctl.controlplane.link import codec
 from dsv4ctl.controlplane.link.codec import FrameError
 from dsv4ctl.controlplane.link.wire import Progress
+from dsv4ctl.controlplane.rooms import room as whole_room
 from dsv4ctl.controlplane.rooms.effects import AckPeer, Effect, ReleasePages, TellPeer
 from dsv4ctl.controlplane.rooms.half import Half
 from dsv4ctl.controlplane.rooms.reader import Reader
@@ -200,6 +201,11 @@ def no_work_once_aborting(patch: Patch) -> None:
     moves = dict(Writer.MOVES)
     moves["forward_begin"] = moves["forward_begin"]._replace(allowed=LIVE | ABORTS - TERMINAL)
     patch.setattr(Writer, "MOVES", moves)
+
+
+def declared_cancellable(patch: Patch) -> None:
+    """Every engine has the same time to acknowledge, whatever it says of itself."""
+    patch.setattr(whole_room, "allowed", lambda deadlines, declared: dict(deadlines))
 
 
 def first_reason(patch: Patch) -> None:
@@ -423,6 +429,7 @@ REMOVALS: dict[str, Remove] = {
         ),
         *(
             no_work_once_aborting,
+            declared_cancellable,
             first_reason,
             ack_is_no_landing,
             every_peer_landed,

@@ -39,7 +39,7 @@ from sglang.srt.managers.scheduler_components import request_receiver  # noqa: E
 from sglang.srt.plugins.hook_registry import HookRegistry  # noqa: E402
 
 from dsv4ctl.controlplane.link.wire import Fenced, OpenRoom, Role, RoomReport  # noqa: E402
-from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState  # noqa: E402
+from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey, RoomState  # noqa: E402
 from dsv4ctl.controlplane.tickets.types import LoadKind  # noqa: E402
 from dsv4ctl.engine_adapters.sglang import geometry, install, peers, rank, verify  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.digests import Expected, fetch  # noqa: E402
@@ -315,6 +315,20 @@ def a_paused_scheduler_says_so_and_has_no_runnable_work(_: bool) -> None:
     assert reported() == (True, 0)
     stock.continue_generation(scheduler, ContinueGenerationReqInput(torch_empty_cache=False))
     assert reported() == (False, 3)
+
+
+@alone
+def a_scheduler_without_chunks_declares_whole_prompts(_: bool) -> None:
+    """`chunked_prefill_size` is the scheduler's own, None if switched off."""
+    assert "chunked_prefill_size" in sglang_scheduler.Scheduler.init_chunked_prefill.__code__.co_names
+    for role, size, declared in (
+        (Role.PREFILL, 8192, Cancellable.CHUNK),
+        (Role.PREFILL, None, Cancellable.PROMPT),
+        (Role.DECODE, None, Cancellable.CHUNK),
+    ):
+        made = World(role)
+        made.scheduler.chunked_prefill_size = size
+        assert made.rank._hello("http://x").cancellable is declared
 
 
 @alone

@@ -291,6 +291,27 @@ def test_an_ack_comes_after_the_last_write_completed(kept: str) -> None:
     assert found == ([] if kept == "write, complete, ack" else ["reuse-before-quiescence"])
 
 
+@pytest.mark.parametrize(("acked", "found"), [("7.2", []), ("7.1", ["reuse-before-quiescence"])])
+def test_a_rooms_next_generation_has_its_own_pages_and_acks(acked: str, found: list[str]) -> None:
+    """A retracted room begins again on the pages that it had: a word on an older generation is none on this one."""
+    story = Story(D, P)
+    story.exposed(1, 4, generation=2, room="7.2")
+    story.write(8, 4, room="7.2")
+    story.complete(8)
+    story.acked(room=acked)
+    story.ended(1, 4, generation=2, kind="transfer")
+    story.tell("room", room="7.2", note="aborted")
+    story.allocate(4)
+    story.exposed(2, 4, generation=4, room="7.3")
+    story.write(9, 4, room="7.3")
+    story.complete(9)
+    story.tell("received", P, room="7.3", note="landed")
+    story.tell("landed", "transfer", room="7.3", subject=2, pages=(4,), generation=4, value=LAYERS)
+    story.request(3, 4, generation=4, readable=LAYERS)
+    story.read(3, 4, generation=4, readable=LAYERS)
+    assert story.kinds() == found
+
+
 @pytest.mark.parametrize("received", [True, False])
 def test_a_peers_write_is_over_when_a_frame_says_so(received: bool) -> None:
     """D learns of the end by the ack's receipt alone, whatever time it is."""
