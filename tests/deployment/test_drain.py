@@ -2,30 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import signal
-import time
 from typing import Any
 
 import anyio
 import pytest
 
-from deployment import DECODE, PATIENCE, Client, Reply, deployed, expected, prompt
+from deployment import DECODE, PATIENCE, Client, Fault, Reply, deployed, expected, prompt
 
 pytestmark = pytest.mark.asyncio
 
-#: A budget that no busy machine can use up, and the length of the stream that it lets finish.
-BUDGET, STREAM_SECONDS = 80.0, 6.0
+#: A budget that no busy machine can use up, and the tokens of the stream that it lets finish.
+BUDGET, STREAM = 80.0, 32
 IDS = prompt(3, 300)
-
-
-async def tokens_for(client: Client, seconds: float) -> int:
-    """How many tokens take so long here."""
-    measured = 64
-    reply = await client.generate(IDS, measured)
-    assert reply.tokens == expected(IDS, measured)
-    assert reply.room is not None
-    decoding = (await client.room(reply.room))["timings"]["decoding"]
-    return int(measured * seconds / decoding) + 1
 
 
 async def exit_code(client: Client) -> int:
@@ -40,10 +30,8 @@ async def exit_code(client: Client) -> int:
 
 async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() -> None:
     """Report 39."""
-    with deployed(f"[deadlines]\ndrain = {BUDGET}\n") as deployment:
+    with deployed(f"[deadlines]\ndrain = {BUDGET}\nwedge = {BUDGET}\n", faults=True) as deployment:
         async with deployment.client() as client:
-            new = await tokens_for(client, STREAM_SECONDS)
-
             drained = await client.drain([DECODE], None)
             assert drained == {"drained": [DECODE], "left": []}
             assert (await client.engines())[DECODE]["state"] == "drained"
@@ -52,10 +40,11 @@ async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() 
             await client.until_ready()
             assert (await client.generate(IDS, 4)).tokens == expected(IDS, 4)
 
+            await client.signal(DECODE, Fault.SLOW)
             replies: list[Reply] = []
 
             async def stream() -> None:
-                replies.append(await client.generate(IDS, new, stream=True))
+                replies.append(await client.generate(IDS, STREAM, stream=True))
 
             async with anyio.create_task_group() as clients:
                 clients.start_soon(stream)
@@ -64,6 +53,8 @@ async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() 
                     return any(room["state"] == "decoding" for room in await client.rooms())
 
                 await client.until("the stream has begun", decoding)
+                pid = await client.signal(DECODE, signal.SIGSTOP)  # it lasts as long as is looked at the drain
+                os.kill(pid, Fault.SLOW)
                 deployment.process.send_signal(signal.SIGTERM)
 
                 async def draining() -> bool:
@@ -73,11 +64,10 @@ async def test_one_engine_drains_and_resumes_and_sigterm_lets_a_stream_finish() 
                 refused = await client.generate(IDS, 4)
                 assert refused.status == 503, refused
                 assert not replies, "the stream was still running"
+                os.kill(pid, signal.SIGCONT)
             (reply,) = replies
             assert reply.error is None
-            assert reply.tokens is not None
-            assert len(reply.tokens) == new
-            assert reply.tokens[:64] == expected(IDS, 64)
+            assert reply.tokens == expected(IDS, STREAM)
             assert await exit_code(client) == 0
             assert deployment.pids() == []
 
@@ -99,10 +89,8 @@ async def test_what_is_left_at_the_deadline_is_aborted_and_named() -> None:
                     return [room["key"] for room in await client.rooms() if room["state"] == "decoding"]
 
                 (key,) = await client.until("the stream has begun", decoding)
-                began = time.monotonic()
-                answers.append(await client.drain([], 3.0))
+                answers.append(await client.drain([], 1.0))
             assert answers[0]["left"] == [key]
-            assert time.monotonic() - began < 3.0 + 5.0
             (reply,) = replies
             assert reply.tokens is None
             assert reply.error is not None

@@ -11,6 +11,7 @@ import pytest
 
 from deployment import DECODE, PAGE, PATIENCE, PREFILL, Client, Deployment, deployed, prompt
 from kills import CLIENTS, CONTROL_PLANE, Victim, kill, serves
+from storms import BEGUN
 
 pytestmark = pytest.mark.asyncio
 
@@ -37,7 +38,7 @@ async def killed_under_load(
 
 async def sending(client: Client) -> None:
     async def there() -> bool:
-        return any(room["state"] == "sending" for room in await client.rooms())
+        return any(room["state"] in BEGUN for room in await client.rooms())
 
     await client.until("bytes are on their way", there)
 

@@ -13,7 +13,7 @@ from typing import NamedTuple
 
 import anyio
 
-from deployment import DECODE, PAGE, PREFILL, Client, Deployment, Reply, expected, prompt
+from deployment import DECODE, PAGE, PATIENCE, PREFILL, Client, Deployment, Reply, expected, prompt
 
 #: Clients who ask one question after the other.
 CLIENTS = 8
@@ -59,7 +59,7 @@ async def kill(client: Client, victim: Victim, numbers: random.Random, span: flo
     """
     asked: list[tuple[Question, Reply]] = []
     of_plane = victim.engine == CONTROL_PLANE
-    restarts = {name: engine["restarts"] for name, engine in (await client.engines()).items()}
+    restarts = await client.restarts()
     async with _load(client, numbers, asked):
         # The moment is what is random here: nothing that follows depends on how far the load has come.
         await anyio.sleep(numbers.uniform(0, span))
@@ -110,7 +110,7 @@ def check_told(asked: list[tuple[Question, Reply]]) -> None:
 
 
 async def _engines_gone(deployment: Deployment) -> None:
-    with anyio.fail_after(20):
+    with anyio.fail_after(PATIENCE):
         deployment.process.poll()
         while deployment.pids():  # noqa: ASYNC110 - only /proc knows
             await anyio.sleep(0.005)
@@ -122,11 +122,11 @@ async def _back(client: Client, victim: Victim, restarts: dict[str, int], asked:
         if reply.room is not None:
             assert (await client.room(reply.room))["state"] in ("closed", "aborted")
     began = time.monotonic()
-    await client.until_ready()
+    restarts[victim.engine] += 1
+    await client.until_restarted(restarts)
     seconds = time.monotonic() - began
     await serves(client)
-    restarts[victim.engine] += 1
-    assert {name: engine["restarts"] for name, engine in (await client.engines()).items()} == restarts
+    assert await client.restarts() == restarts
     return seconds
 
 

@@ -20,6 +20,7 @@ DOOMED_TOKENS = 1500
 #: Rooms of a wave that are to be answered, where it spares some, and questions after it.
 SPARED, AFTERWARDS = 8, 8
 STATES = ("allocated", "bootstrapping", "loading", "sending", "landed", "verified", "decoding")
+BEGUN = STATES[STATES.index("sending") :]
 
 
 class Wave(NamedTuple):
@@ -41,9 +42,15 @@ class Storm:
         self.name = f"wave{numbers.randrange(10**9)}-"
         self.doomed = {f"{self.name}{at}-": prompt(numbers.randrange(10**6), 2 * PAGE + 9 + at) for at in range(rooms)}
         self.replies: dict[str, Reply] = {}
-        self._scopes = {rid: anyio.CancelScope() for rid in self.doomed}
-        for rid in self.doomed:
-            clients.start_soon(self._ask, rid)
+        self._scopes: dict[str, anyio.CancelScope] = {}
+        for rid, ids in list(self.doomed.items()):
+            self.ask(rid, ids)
+
+    def ask(self, rid: str, ids: list[int]) -> None:
+        """One room of the wave."""
+        self.doomed[rid] = ids
+        self._scopes[rid] = anyio.CancelScope()
+        self.clients.start_soon(self._ask, rid)
 
     async def _ask(self, rid: str) -> None:
         with self._scopes[rid]:
@@ -57,12 +64,12 @@ class Storm:
         return {room["request_id"]: room for room in await self.client.rooms() if room["request_id"] in self.doomed}
 
     async def under_way(self) -> dict[str, dict[str, object]]:
-        """All rooms, once each is known and the bytes of some are on their way."""
+        """All rooms, once each is known and the bytes of some are on their way, or here."""
 
         async def holds() -> dict[str, dict[str, object]] | None:
             rooms = await self.rooms()
-            sending = any(room["state"] == "sending" for room in rooms.values())
-            return rooms if sending and len(rooms) == len(self.doomed) else None
+            begun = any(room["state"] in BEGUN for room in rooms.values())
+            return rooms if begun and len(rooms) == len(self.doomed) else None
 
         return dict(await self.client.until("the wave is under way", holds))
 
@@ -157,13 +164,14 @@ async def writes_end_unknown(storm: Storm) -> None:
     """Poisoned rooms: nobody frees a page before the writer is fenced."""
     await storm.under_way()
     await storm.client.signal(PREFILL, Fault.WRITES_FAIL)
-
-    await storm.client.until("no room of the wave is left", partial(_none_of, storm))
+    # For the case that all bytes of the others were written.
+    storm.ask(f"{storm.name}more-", prompt(storm.numbers.randrange(10**6), PAGE))
 
     async def poisoned() -> bool:
         return any(event["outcome"] == "poisoned" for event in storm.client.deployment.events("abort.acked"))
 
     await storm.client.until("the log says that rooms were poisoned", poisoned)
+    await storm.client.abort()  # who has its bytes needs no writer
 
 
 Ending = Callable[[Storm], Awaitable[None]]
@@ -185,7 +193,7 @@ FATAL: tuple[Ending, ...] = (a_peer_comes_back, writes_end_unknown)
 
 async def wave(client: Client, ending: Ending, numbers: random.Random, rooms: int) -> Wave:
     """AssertionError or TimeoutError: a room did not end, a page is missing, or an answer is wrong."""
-    restarts, quarantined = await _restarts(client), client.deployment.events("room.quarantined")
+    restarts, quarantined = await client.restarts(), client.deployment.events("room.quarantined")
     for name in (PREFILL, DECODE):
         await client.signal(name, Fault.ACKS_REPEAT)
     async with anyio.create_task_group() as clients:
@@ -197,8 +205,10 @@ async def wave(client: Client, ending: Ending, numbers: random.Random, rooms: in
             await client.until_at_rest()
         back = time.monotonic() - began
     assert all(reply.tokens is None for reply in storm.replies.values()), "an abort is never told as an answer"
-    if ending not in FATAL:
-        assert await _restarts(client) == restarts
+    if ending in FATAL:
+        await client.until("the engine was started again", partial(_restarted, client, restarts))
+    else:
+        assert await client.restarts() == restarts
         assert client.deployment.events("room.quarantined") == quarantined
     await client.until_ready()
     await _serves(client, numbers)
@@ -224,8 +234,8 @@ async def _found_in(client: Client, storm: Storm) -> Counter[str]:
     return found
 
 
-async def _restarts(client: Client) -> dict[str, int]:
-    return {name: engine["restarts"] for name, engine in (await client.engines()).items()}
+async def _restarted(client: Client, restarts: dict[str, int]) -> bool:
+    return await client.restarts() != restarts
 
 
 async def _serves(client: Client, numbers: random.Random) -> None:

@@ -9,6 +9,7 @@ import importlib
 import os
 import signal
 import threading
+import time
 from collections.abc import Callable
 from typing import Any
 
@@ -42,6 +43,26 @@ def _says_it_again(send: Callable[..., None]) -> Callable[..., None]:
     return sent
 
 
+#: Seconds that a slow engine takes longer for each step, and for each look at what landed.
+_SLOW = 0.5
+
+
+def _slowly(plain: Callable[..., Any]) -> Callable[..., Any]:
+    def slow(*arguments: Any, **options: Any) -> Any:
+        time.sleep(_SLOW)
+        return plain(*arguments, **options)
+
+    slow.plain = plain  # type: ignore[attr-defined]
+    return slow
+
+
+def _slow_or_not() -> None:
+    receiver, loop = (importlib.import_module(f"{_REFERENCE}.{name}") for name in ("receiver", "step"))
+    for owner, name in ((loop.StepLoop, "_step"), (receiver, "digest_landed")):
+        now = getattr(owner, name)
+        setattr(owner, name, now.plain if hasattr(now, "plain") else _slowly(now))
+
+
 def _becomes(module: str, name: str, method: str, does: Callable[..., Any]) -> None:
     setattr(getattr(importlib.import_module(module), name), method, does)
 
@@ -60,6 +81,7 @@ _FAULTS: dict[int, Callable[[], None]] = {
     signal.SIGRTMIN: lambda: _becomes(f"{_REFERENCE}.inbox", "Inbox", "drain", _dies),
     signal.SIGRTMIN + 1: lambda: _becomes(f"{_REFERENCE}.nixl", "Nixl", "poll", _fails),
     signal.SIGRTMIN + 2: _acks_repeat,
+    signal.SIGRTMIN + 3: _slow_or_not,
 }
 
 if "DSV4CTL_ENGINE" in os.environ:
