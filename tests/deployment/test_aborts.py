@@ -10,15 +10,28 @@ from typing import Any
 import anyio
 import pytest
 
-from deployment import PAGE, PREFILL, Client, Deployment, Reply, deployed, expected, prompt
+from deployment import (
+    DECODE,
+    PAGE,
+    PATIENCE,
+    PREFILL,
+    SLOWER,
+    Client,
+    Deployment,
+    Fault,
+    Reply,
+    deployed,
+    expected,
+    prompt,
+)
+from storms import STATES
 
 pytestmark = pytest.mark.asyncio
 
 #: Rooms aborted at once, how often in a row, and seconds for both sides to close all of them.
-ROOMS, WAVES, CLOSED_WITHIN = 80, 3, 2.0
+ROOMS, WAVES, CLOSED_WITHIN = 80, 3, 2.0 * SLOWER
 #: Enough tokens that no answer ends while a test looks at its room; in a wave, that none ends before it is aborted.
 LONG, WAVE_TOKENS = 4000, 1500
-STATES = ("allocated", "bootstrapping", "loading", "sending", "landed", "verified", "decoding")
 #: Room states in which bytes are on their way, or about to be.
 TRANSFER = {"bootstrapping", "loading", "sending", "landed", "verified"}
 
@@ -26,7 +39,7 @@ TRANSFER = {"bootstrapping", "loading", "sending", "landed", "verified"}
 @pytest.fixture(scope="module")
 def deployment() -> Iterator[Deployment]:
     # The decode engine holds a whole wave at once: no room waits for another's pages.
-    with deployed(decode="reference = { device_pages = 768 }") as running:
+    with deployed(decode="reference = { device_pages = 768 }", faults=True) as running:
         yield running
 
 
@@ -62,8 +75,10 @@ async def aborted_wave(
         return [room["room"] for room in rooms] if full and len(moving) > ROOMS / 2 else []
 
     async with anyio.create_task_group() as clients:
+        await client.signal(PREFILL, Fault.SLOW)
         clients.start_soon(client.burst, doomed)
         rooms = await client.until("80 rooms are mid-transfer", mid_transfer)
+        await client.signal(PREFILL, Fault.SLOW)
         began = time.monotonic()
         await end(client, clients.cancel_scope.cancel)
     await client.until_no_rooms()
@@ -145,20 +160,29 @@ async def aborted_from(client: Client, rid: str, ids: list[int], new: int, wante
 
 
 async def test_an_abort_in_every_state_ends_the_room_on_both_sides(deployment: Deployment) -> None:
-    """States that last milliseconds are tried for until the abort has found the room in each of them. Report 10."""
+    """States that last milliseconds last longer here, and are tried for until each was met. Report 10."""
     missing, tries = set(STATES), 0
     async with deployment.client() as client:
-        # Company: chunks and digests take longer, so that the short states can be met.
+
+        async def ask_on(seed: int) -> None:
+            while True:
+                await client.generate(prompt(seed, 300), 20)
+
+        for name in (PREFILL, DECODE):
+            await client.signal(name, Fault.SLOW)
+        # Company: decode is in the middle of a step when a room has been verified.
         async with anyio.create_task_group() as company:
-            for seed in range(6):
-                company.start_soon(client.generate, prompt(seed, 300), LONG, f"company-{seed}")
-            with anyio.fail_after(120):
+            for seed in range(2):
+                company.start_soon(ask_on, seed)
+            with anyio.fail_after(2 * PATIENCE):
                 while missing:
                     wanted = min(missing, key=STATES.index) if tries % 2 else max(missing, key=STATES.index)
                     tries += 1
-                    ids = prompt(100 + tries, 10 * PAGE + 50)
+                    ids = prompt(100 + tries, 2 * PAGE + 50)
                     missing.discard(await aborted_from(client, f"victim-{tries}-", ids, 50, wanted))
-            await client.http.post(f"{client.gateway}/abort_request", json={"rid": "company-"})
+            company.cancel_scope.cancel()
+        for name in (PREFILL, DECODE):
+            await client.signal(name, Fault.SLOW)
         await client.check_no_page_lost()
         assert all(engine["restarts"] == 0 for engine in (await client.engines()).values())
 
@@ -216,12 +240,12 @@ async def test_every_way_to_abort_ends_a_decoding_room(
 async def test_a_state_that_outlives_its_deadline_ends_the_room() -> None:
     with deployed("[deadlines]\ndecoding = 2.0") as short:
         async with short.client() as client:
-            reply = await client.generate(prompt(7, 300), LONG)
+            reply = await client.generate(prompt(7, 300), 3 * LONG)
             assert reply.status == 504, reply
             assert reply.room is not None
             room: dict[str, Any] = await client.room(reply.room)
             assert room["source"] == "deadline"
-            assert 2.0 <= room["timings"]["decoding"] < 4.0
+            assert 2.0 <= room["timings"]["decoding"] < 2.0 * SLOWER
             ids = prompt(8, 300)
             assert (await client.generate(ids, 4)).tokens == expected(ids, 4)
             await client.check_no_page_lost()
