@@ -100,8 +100,10 @@ def test_every_page_comes_back(single: Single) -> None:
 def test_a_flush_that_a_request_overtakes_is_kept(single: Single) -> None:
     """Asked for between two requests, it takes effect once neither lives: it is delayed, never lost."""
     loop = single.engine._loop
-    loop._flush = True  # as `flush` leaves it, before the loop's next round
-    single.answer(single.ask(prompt(1, 700), 8)[1])
+    with single.between_rounds():
+        single.engine.flush()
+        _, outputs = single.ask(prompt(1, 700), 8)
+    single.answer(outputs)
     single.settle()
     assert loop._flush is False
     counts = single.engine.gate.counts()

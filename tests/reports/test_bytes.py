@@ -29,6 +29,8 @@ PAGE, DEVICE, HOST = 256, 12, 64
 #: Pages of the prefix that comes from the host.
 PREFIX = 4
 GIVEN_AWAY = "pages given away under a load"
+#: Tokens of an answer that is aborted: none is complete before.
+ENDLESS = 4000
 
 
 def prompt(seed: int, tokens: int) -> list[int]:
@@ -57,25 +59,7 @@ class Loads(Single):
         self.let_go = threading.Event()
         host = self.engine._hicache
         assert host is not None
-        host._link.carry = lambda nbytes: self.let_go.wait(60)  # type: ignore[method-assign, assignment]
-
-    @contextmanager
-    def between_rounds(self) -> Iterator[None]:
-        """What is asked inside is found by one round of the loop."""
-        loop, entered, go = self.engine._loop, threading.Event(), threading.Event()
-        plain = loop._take_orders
-
-        def take() -> None:
-            entered.set()
-            go.wait(60)
-            plain()
-
-        loop._take_orders = take  # type: ignore[method-assign]
-        loop.wake()
-        assert entered.wait(60)
-        yield
-        loop._take_orders = plain  # type: ignore[method-assign]
-        go.set()
+        host._copies._link.carry = lambda nbytes: self.let_go.wait(60)  # type: ignore[attr-defined]
 
     def on_the_host(self, ids: list[int]) -> None:
         """`ids` are cached, on the host alone; every device page is free."""
@@ -240,7 +224,7 @@ class Retracted(Pair):
             plain(writer, payload)
 
         self.receiver.notified = notified  # type: ignore[method-assign]
-        sequence, _ = self.ask(self.ids, 200)
+        sequence, _ = self.ask(self.ids, ENDLESS)
         self.key = sequence.key
         self.until("its bytes are here", lambda: sequence.manifest is not None)
         self.decode._agent.abort(self.key, AbortSource.RETRACTION, "an older room needs its pages")

@@ -9,22 +9,22 @@ import pytest
 from dsv4ctl.controlplane.config.schema import EngineConfig, HiCacheConfig, ReferenceConfig
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.engine_adapters.reference.sequences import Sequence
-from ranks import Ranks
+from ranks import ENDLESS, HURRIED, Ranks
 
 #: One prompt of three pages.
 IDS = [random.Random(1).randrange(256) for _ in range(600)]
 Drop = tuple[int, RoomKey, AbortSource]
 
 
-def four(off: tuple[str, ...] = (), timeout: float = 30.0) -> Ranks:
+def four(off: tuple[str, ...] = ()) -> Ranks:
     config = EngineConfig(
         name="s",
         role="single",
         ranks=4,
         hicache=HiCacheConfig(enabled=False),
-        reference=ReferenceConfig(device_pages=8),
+        reference=ReferenceConfig(device_pages=20),
     )
-    return Ranks(config, off, timeout)
+    return Ranks(config, off)
 
 
 def note_drops(ranks: Ranks) -> list[list[Drop]]:
@@ -46,7 +46,7 @@ def test_one_of_four_fails_and_all_act_alike_in_one_round() -> None:
     ranks = four()
     try:
         drops = note_drops(ranks)
-        key, outputs = ranks.ask(IDS, 200)
+        key, outputs = ranks.ask(IDS, ENDLESS)
         ranks.until("decoding", lambda: bool(ranks.engines[2]._loop.decoding))
         ranks.engines[2]._agent.abort(key, AbortSource.INTEGRITY, "grammar failed on this rank")
         _, finished = ranks.answer(outputs)
@@ -61,13 +61,14 @@ def test_one_of_four_fails_and_all_act_alike_in_one_round() -> None:
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")
 def test_without_agreement_the_one_parts_from_the_three() -> None:
-    ranks = four(("rank_agreement",), timeout=3.0)
+    ranks = four(("rank_agreement",))
     try:
         drops = note_drops(ranks)
-        key, _ = ranks.ask(IDS, 200)
+        key, _ = ranks.ask(IDS, ENDLESS)
         ranks.until("decoding", lambda: bool(ranks.engines[2]._loop.decoding))
+        ranks.meeting.timeout = HURRIED
         ranks.engines[2]._agent.abort(key, AbortSource.INTEGRITY, "grammar failed on this rank")
-        ranks.until("an engine that ended", lambda: bool(ranks.ended), 20)
+        ranks.until("an engine that ended", lambda: bool(ranks.ended))
         assert [len(mine) for mine in drops] == [0, 0, 1, 0]
     finally:
         ranks.stop()

@@ -20,6 +20,11 @@ from dsv4ctl.engine_adapters.reference.options import EngineOptions
 from dsv4ctl.engine_adapters.reference.requests import Finished, Output, Request
 from single import DEADLINES, answer
 
+#: Tokens of an answer that is aborted: none is complete before.
+ENDLESS = 4000
+#: Seconds that ranks wait for one that is known not to come (`Meeting.timeout`).
+HURRIED = 3.0
+
 
 class Meeting:
     """What gloo is between processes. A rank that does not come within `timeout` seconds breaks it for all."""
@@ -27,15 +32,15 @@ class Meeting:
     def __init__(self, ranks: int, timeout: float) -> None:
         self.ranks = ranks
         self._barrier = threading.Barrier(ranks)
-        self._timeout = timeout
+        self.timeout = timeout
         self._slots: list[object] = [None] * ranks
 
     def exchange(self, rank: int, kind: str, mine: object) -> list[object]:
         """Every rank's value. Ranks that come with different kinds are in different collectives: it breaks."""
         self._slots[rank] = (kind, mine)
-        self._barrier.wait(self._timeout)
+        self._barrier.wait(self.timeout)
         slots = list(self._slots)
-        self._barrier.wait(self._timeout)
+        self._barrier.wait(self.timeout)
         kinds = {slot[0] for slot in slots if isinstance(slot, tuple)}
         if len(kinds) > 1:
             self._barrier.abort()
@@ -69,9 +74,9 @@ class Place:
 class Ranks:
     """`ask` goes to rank 0, as clients do; `room` opens a room on every rank, as the control plane does."""
 
-    def __init__(self, config: EngineConfig, unsafe_off: tuple[str, ...] = (), timeout: float = 30.0) -> None:
+    def __init__(self, config: EngineConfig, unsafe_off: tuple[str, ...] = (), timeout: float = 60.0) -> None:
         table = msgspec.to_builtins(config)
-        meeting = Meeting(config.ranks, timeout)
+        self.meeting = meeting = Meeting(config.ranks, timeout)
         self.ended: list[str] = []
         self.engines: list[Engine] = []
         builders = [

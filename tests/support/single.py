@@ -4,7 +4,10 @@ from __future__ import annotations
 
 import itertools
 import queue
+import threading
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import msgspec
 
@@ -63,6 +66,24 @@ class Single:
             assert time.monotonic() < deadline, "a sequence is still held"
             self.engine._loop.wake()
             time.sleep(0.001)
+
+    @contextmanager
+    def between_rounds(self) -> Iterator[None]:
+        """What is asked inside is found by one round of the loop."""
+        loop, entered, go = self.engine._loop, threading.Event(), threading.Event()
+        plain = loop._take_orders
+
+        def take() -> None:
+            entered.set()
+            go.wait(60)
+            plain()
+
+        loop._take_orders = take  # type: ignore[method-assign]
+        loop.wake()
+        assert entered.wait(60)
+        yield
+        loop._take_orders = plain  # type: ignore[method-assign]
+        go.set()
 
     def owned(self) -> dict[str, int]:
         return self.engine.gate.counts()["owned"]
