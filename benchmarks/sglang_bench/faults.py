@@ -14,7 +14,7 @@ import anyio
 
 from sglang_bench.ask import Client, Reply, many, prompt
 from sglang_bench.compare import distance
-from sglang_bench.machine import Deployment
+from sglang_bench.machine import LOOK, Deployment
 from sglang_bench.results import Results
 
 #: What is sent to the port on which a prefill rank hears of rooms.
@@ -97,7 +97,11 @@ async def killed(
         unharmed=sum(reply.error is None for reply in replies),
         victim_is_there=_is_there(victim),
     )
-    came_back = await deployment.ready(http, time.monotonic() + wait)
+    ends = time.monotonic() + wait
+    # Until then it would still be asked.
+    while len(deployment.events("engine.fenced")) <= before and time.monotonic() < ends:  # noqa: ASYNC110
+        await anyio.sleep(LOOK)
+    came_back = await deployment.ready(http, ends)
     reply = await asked.ask(ids, 16, deadline=60.0) if came_back else Reply(error="it did not come back")
     fenced = deployment.events("engine.fenced")[before:]
     results.put(

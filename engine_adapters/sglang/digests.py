@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from typing import NamedTuple
 
 import numpy as np
+import numpy.typing as npt
 import torch
 
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
@@ -30,6 +31,7 @@ class Fetched:
     #: What the device still reads until then. The allocator gives memory back to the stream that it came from, and
     #: knows nothing of another stream that has not read it yet.
     _read: tuple[torch.Tensor, ...]
+    _at: npt.NDArray[np.intp] | None = None  #: which of them; None: all
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -37,7 +39,11 @@ class Fetched:
     def get(self) -> Digests:
         if self._event is not None:
             self._event.synchronize()
-        return self._values.numpy().view(np.uint64)
+        values = self._values.numpy().view(np.uint64)
+        return values if self._at is None else values[self._at]
+
+    def part(self, at: npt.NDArray[np.intp]) -> Fetched:
+        return Fetched(self._values, self._event, self._read, at)
 
 
 def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
@@ -97,9 +103,22 @@ class PageDigests:
         pages = indices[:: self._page_tokens[space]] // self._page_tokens[space]
         return pages.to(self._device, torch.int64, non_blocking=True)
 
-    def landed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
-        """Starts to compute what landed in these pages: the peer wrote them, no stream here."""
-        return self._fetch(pages, lambda space, numbers: space.compute(numbers))
+    def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
+        """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
+        together = {name: [page for pages in rooms for page in pages.get(name, ())] for name in self.spaces}
+        found = self._fetch(together, lambda space, numbers: space.compute(numbers))
+        parts: list[list[npt.NDArray[np.intp]]] = [[] for _ in rooms]
+        base = 0
+        for name, space in self.spaces.items():
+            size = (len(space.names), len(together[name]))
+            places = np.arange(base, base + size[0] * size[1]).reshape(size)
+            column = 0
+            for pages, part in zip(rooms, parts, strict=True):
+                end = column + len(pages.get(name, ()))
+                part.append(places[:, column:end].reshape(-1))
+                column = end
+            base += places.size
+        return [found.part(np.concatenate(part)) for part in parts]
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended."""

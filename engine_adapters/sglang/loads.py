@@ -2,7 +2,7 @@
 
 A copy reads pages of one side and fills pages of the other: a load host -> device, a backup device -> host. The
 ledger is told in host time; the device's own order is made by streams that wait for `events` (the hooks do that).
-No call waits for the device but `lease_loads`, for page numbers that are on their way to the host.
+No call waits for the device, nor for page numbers that are on their way to the host.
 """
 
 from __future__ import annotations
@@ -78,11 +78,6 @@ class Copy:
     def known(self) -> bool:
         return all(pages.ready() for pages in (*self.device.values(), *self.host.values()))
 
-    def know(self) -> None:
-        """Waits for the page numbers."""
-        for pages in (*self.device.values(), *self.host.values()):
-            pages.get()
-
 
 class Copies:
     """`pending` may be read by any thread without the lock: what it misses was promised after it was read."""
@@ -120,7 +115,9 @@ class Copies:
     def settle(self) -> None:
         """Tells the ledger what is known by now. Cheap: a few event queries while copies are pending."""
         if self.pending:
-            self._advance(wait=False)
+            with self._lock:
+                # In order: what an older copy held must be given back before a younger one takes it.
+                self.pending = tuple(copy for copy in self.pending if not self._ended(copy))
 
     def checked(self) -> int:
         """Page digests that were found to differ after loads, since the last call."""
@@ -129,31 +126,21 @@ class Copies:
             wrong += int(self._checks.pop(0).get()[0])
         return wrong
 
-    def lease_loads(self) -> None:
-        """Every promised load is in the ledger when this returns: a ticket requested now joins each of them.
+    def unleased(self) -> list[Copy]:
+        """Loads that are promised and not in the ledger yet: a ticket requested now would not join them.
 
-        Backups fill no device page: nobody waits for them here. The device is waited for without the lock, which the
-        scheduler needs.
+        Backups fill no device page: nobody need wait for them.
         """
-        pending = self.pending
-        if any(copy.kind is LoadKind.HICACHE and not copy.leased for copy in pending):
-            for copy in pending:
-                copy.know()
-            self._advance(wait=True)
+        return [copy for copy in self.pending if copy.kind is LoadKind.HICACHE and not copy.leased]
 
     @property
     def untracked(self) -> bool:
         """A load is pending that the ledger refused: which pages it fills, nobody knows."""
         return any(copy.kind is LoadKind.HICACHE and copy.leased and copy.load is None for copy in self.pending)
 
-    def _advance(self, *, wait: bool) -> None:
-        with self._lock:
-            # In order: what an older copy held must be given back before a younger one takes it.
-            self.pending = tuple(copy for copy in self.pending if not self._ended(copy, wait))
-
-    def _ended(self, copy: Copy, wait: bool) -> bool:
+    def _ended(self, copy: Copy) -> bool:
         if not copy.leased:
-            if not (wait or copy.known):
+            if not copy.known:
                 return False
             self._lease(copy)
         self._land(copy)

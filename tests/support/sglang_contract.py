@@ -165,6 +165,55 @@ def dying_transfer_worker_is_reported(_: bool) -> None:
     assert "transfer" in ends[0]
 
 
+@alone
+def chunk_that_waits_keeps_only_its_own_room_waiting(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    pages = _loading(made)
+    made.open()
+    made.open(8)
+    queue = Queue()
+    chunks = sender.Chunks(queue, Manager(), made.rank)
+    for waiting in (chunk(7, *pages), chunk(7, 6), chunk(8, 6)):
+        queue.put(waiting)
+    assert chunks.get().room == 8
+    made.device.run()
+    assert [chunks.get().prefill_kv_indices.tolist() for _ in range(2)] == [list(pages), [6]]
+
+
+@alone
+def chunk_waits_for_what_it_cannot_know_and_the_worker_does_not(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    load = Copy(LoadKind.HICACHE, {"full": _Unknown()}, {"full": _Unknown()})
+    made.rank.copies.promised([load])
+    made.open()
+    queue = Queue()
+    chunks = sender.Chunks(queue, Manager(), made.rank)
+    queue.put(chunk(7, 6))
+    chunks._hold(queue.get())
+    assert chunks._first_granted() is None, "nobody knows which pages the load fills"
+    load.leased = True
+    assert chunks._first_granted() is None, "of a load that the ledger refused nobody knows it either"
+    made.rank.copies.pending = ()
+    assert chunks._first_granted() is not None
+
+
+@alone
+def chunk_that_waits_is_dropped_with_its_room(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, queue = made.open(), Queue()
+    chunks = sender.Chunks(queue, Manager(), made.rank)
+    queue.put(chunk(7, *_loading(made)))
+    chunks._hold(queue.get())
+    assert chunks._first_granted() is None
+    made.abort(key)
+    again = RoomKey(7, 2)
+    made.rank.agent.handle(OpenRoom(again, "request", None, "other", (PEER,), {"ack": 10.0}, "off"))
+    assert chunks._first_granted() is None
+    assert not chunks._held
+    assert made.rank.gate.totals()["tickets"] == 1, "the load's own reads"
+    assert made.states(again) == [RoomState.ALLOCATED], "the next room of this number is failed with it"
+
+
 class _Unknown:
     """Page numbers that the device has not told yet."""
 
@@ -894,6 +943,16 @@ def state_that_did_not_arrive_is_a_verdict(hooked: bool) -> None:
         _turn(pair.queue)
         assert pair.decode.host.done == [], (name, pair.decode.host.done)
         assert pair.decode.rank.counters["digest_mismatches"] == 1
+
+
+@alone
+def rooms_that_arrive_together_have_each_its_own_digests(_: bool) -> None:
+    made = World(Role.DECODE, (), "read")
+    made.compute(3, 4, 5)
+    rooms = [{"full": (3, 4), "swa": (5,), "state": (1,)}, {"full": (5,), "swa": (4, 3)}, {"full": (4,)}]
+    together = [found.get().tolist() for found in made.rank.digests.landed(rooms)]
+    assert together == [made.rank.digests.landed([room])[0].get().tolist() for room in rooms]
+    assert [len(values) for values in together] == [2 * 5 + 8 + 1, 5 + 2 * 8, 5]
 
 
 @alone

@@ -90,14 +90,15 @@ def _compute(here: rank.Rank, numbers: list[int]) -> None:
     """Starts the digests of what landed, and stays for them a moment: the next turn may be a whole forward away."""
     if here.digests is None:
         return
-    started = []
-    for number in numbers:
-        room = here.rooms.find(number)
-        if room is not None and room.found is None and here.integrity.verdict(number) is not Verdict.NONE:
-            room.found = here.digests.landed(room.destination)
-            started.append(room.found)
+    known = [here.rooms.find(number) for number in numbers if here.integrity.verdict(number) is not Verdict.NONE]
+    new = [room for room in known if room is not None and room.found is None]
+    if not new:
+        return
+    founds = here.digests.landed([room.destination for room in new])
+    for room, found in zip(new, founds, strict=True):
+        room.found = found
     until = time.monotonic() + _STAY_SECONDS
-    while not all(found.ready() for found in started) and time.monotonic() < until:
+    while not founds[0].ready() and time.monotonic() < until:
         pass
 
 

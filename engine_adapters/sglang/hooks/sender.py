@@ -15,12 +15,13 @@ from dsv4ctl.controlplane.tickets.ledger import LedgerError, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.geometry import state_pages
+from dsv4ctl.engine_adapters.sglang.loads import Copy
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 
 #: A load that has not landed by then has failed.
 _LANDING_SECONDS = 30.0
-#: Between two looks at a load's event: a load takes milliseconds.
-_LOOK_SECONDS = 0.0002
+#: Between two looks at what is waited for: a load takes milliseconds, and a look takes the scheduler's interpreter.
+_LOOK_SECONDS = 0.001
 
 
 def send_kv_chunk(stock: Any, scheduler: Any, request: Any, *args: Any, **kwargs: Any) -> Any:
@@ -52,16 +53,26 @@ def transfer_worker(stock: Any, manager: Any, queue: Any, *args: Any, **kwargs: 
 
 
 @dataclass(eq=False)
-class _Posted:
+class _Held:
+    """A chunk that is not posted yet. Its ticket is requested once every load promised before is in the ledger."""
+
     chunk: Any
     room: Room
-    ticket: Ticket
+    unleased: list[Copy]
+    deadline: float
+    ticket: Ticket | None = None
+    counted: bool = False
+
+
+class _Lost(Exception):
+    """The chunk is never posted."""
 
 
 class Chunks:
     """What one transfer worker takes its chunks from: each only once its pages may be read, and its room lives.
 
-    The worker asks for the next chunk when all writes of the one before have ended, well or not.
+    The worker asks for the next chunk when all writes of the one before have ended, well or not. A chunk that waits
+    keeps those of its own room waiting, and no other's.
     """
 
     def __init__(self, queue: Any, manager: Any, here: rank.Rank) -> None:
@@ -69,7 +80,9 @@ class Chunks:
         self._put, queue.put = queue.put, self.put
         self._manager = manager
         self._here = here
-        self._last: _Posted | None = None
+        self._held: list[_Held] = []
+        self._last: _Held | None = None
+        self._puts = self._gets = 0  #: each counted by one thread
 
     def put(self, chunk: Any) -> None:
         """On the scheduler's thread. A chunk is of the generation that lives when SGLang queues it."""
@@ -81,6 +94,7 @@ class Chunks:
             if chunk.is_last_chunk and self._here.digests is not None:
                 room.sealed = self._here.digests.sealed(room.source)
         self._put(chunk)
+        self._puts += 1
 
     def _pages(self, chunk: Any) -> dict[str, tuple[int, ...]]:
         """What is read for this chunk, by space."""
@@ -92,58 +106,98 @@ class Chunks:
             self._ended(self._last)
             self._last = None
         while self._last is None:
-            self._last = self._begin(self._queue.get())
+            while not self._held or self._puts > self._gets:  # blocks only while nothing is held
+                self._hold(self._queue.get())
+            self._last = self._first_granted()
+            if self._last is None and self._held:
+                time.sleep(_LOOK_SECONDS)
         return self._last.chunk
 
-    def _begin(self, chunk: Any) -> _Posted | None:
+    def _hold(self, chunk: Any) -> None:
+        self._gets += 1
         room = self._here.rooms.find(chunk.room)
         if room is not None and room.key != chunk.dsv4ctl_key:
-            return None  # of a room that ended while the chunk was queued; its number lives again
+            return  # of a room that ended while the chunk was queued; its number lives again
         if room is None or room.dropped:
             self._manager.update_status(chunk.room, KVPoll.Failed)
-            return None
-        ticket = self._granted(room, chunk)
-        if ticket is None:
-            self._here.rooms.fail(chunk.room, "pages to send did not land")
-            return None
-        gate = self._here.gate
-        if not self._here.rooms.apply(room, Writer.post):
-            gate.leave(ticket)
-            return None
-        gate.post(ticket)
-        if chunk.is_last_chunk:
-            self._here.rooms.apply(room, Writer.sent_all)
-            self._here.rooms.tell_digests(room)
-        return _Posted(chunk, room, ticket)
-
-    def _granted(self, room: Room, chunk: Any) -> Ticket | None:
-        """A ticket of the chunk's pages, once they may be read; None if that does not happen."""
-        copies, gate = self._here.copies, self._here.gate
-        copies.lease_loads()
-        try:
-            extents = [gate.extent(space, pages) for space, pages in self._pages(chunk).items() if space != "state"]
-            ticket = gate.request(Consumer.SENDER, extents, room=room.key)
-        except LedgerError:
-            return None
-        if not gate.guarded(Guard.SENDER) or self._may_read(room, ticket):
-            return ticket
-        self._here.counters["early_sends_held"] += 1
+            return
         deadline = time.monotonic() + _LANDING_SECONDS
-        while not self._may_read(room, ticket):
-            copies.settle()
-            if (not ticket.loads and ticket.readable < gate.layers) or room.dropped or time.monotonic() > deadline:
-                gate.leave(ticket)
-                return None
-            time.sleep(_LOOK_SECONDS)
-        return ticket
+        self._held.append(_Held(chunk, room, self._here.copies.unleased(), deadline))
+
+    def _first_granted(self) -> _Held | None:
+        """The first held chunk that may be posted, and is from here on."""
+        self._here.copies.settle()
+        waiting: set[int] = set()
+        for held in list(self._held):
+            if held.chunk.room in waiting:
+                continue
+            try:
+                granted = self._granted(held)
+            except _Lost:
+                self._held.remove(held)
+                self._lose(held)
+                continue
+            if granted:
+                self._held.remove(held)
+                if self._post(held):
+                    return held
+            else:
+                waiting.add(held.chunk.room)
+        return None
+
+    def _lose(self, held: _Held) -> None:
+        if held.ticket is not None:
+            self._here.gate.leave(held.ticket)
+        if self._here.rooms.find(held.chunk.room) is held.room:  # and not the next one of this number
+            self._here.rooms.fail(held.chunk.room, "pages to send did not land")
+
+    def _post(self, held: _Held) -> bool:
+        assert held.ticket is not None
+        if not self._here.rooms.apply(held.room, Writer.post):
+            self._here.gate.leave(held.ticket)
+            return False
+        self._here.gate.post(held.ticket)
+        if held.chunk.is_last_chunk:
+            self._here.rooms.apply(held.room, Writer.sent_all)
+            self._here.rooms.tell_digests(held.room)
+        return True
+
+    def _granted(self, held: _Held) -> bool:
+        """Whether the chunk's pages may be read now. Raises _Lost if they never will."""
+        gate = self._here.gate
+        guarded = gate.guarded(Guard.SENDER)
+        if held.room.dropped:
+            raise _Lost
+        if held.ticket is None and not (guarded and any(not copy.leased for copy in held.unleased)):
+            held.ticket = self._request(held)
+        ticket = held.ticket
+        if ticket is not None and (not guarded or self._may_read(held.room, ticket)):
+            return True
+        if not held.counted:
+            held.counted = True
+            self._here.counters["early_sends_held"] += 1
+        never = ticket is not None and not ticket.loads and ticket.readable < gate.layers
+        if never or time.monotonic() > held.deadline:
+            raise _Lost
+        return False
+
+    def _request(self, held: _Held) -> Ticket:
+        gate = self._here.gate
+        pages = self._pages(held.chunk)
+        try:
+            extents = [gate.extent(space, numbers) for space, numbers in pages.items() if space != "state"]
+            return gate.request(Consumer.SENDER, extents, room=held.room.key)
+        except LedgerError as error:
+            raise _Lost from error
 
     def _may_read(self, room: Room, ticket: Ticket) -> bool:
         """Its loads have landed, and so have the forwards that SGLang says may still write these pages."""
         written = all(event.query() for event in tuple(room.waits))
         return written and ticket.readable == self._here.gate.layers and not self._here.copies.untracked
 
-    def _ended(self, posted: _Posted) -> None:
+    def _ended(self, posted: _Held) -> None:
         """The writes of a chunk ended. After an error nobody knows how: the room is poisoned."""
+        assert posted.ticket is not None
         self._here.gate.complete(posted.ticket)
         self._here.gate.leave(posted.ticket)
         self._here.rooms.apply(posted.room, lambda half: half.written(not self._poisoned(posted.chunk.room)))
