@@ -27,13 +27,12 @@ from dsv4ctl.controlplane.link.wire import (
     Role,
     ToRank,
 )
-from dsv4ctl.controlplane.rooms.effects import Refusal
-from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey
+from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, SpaceSpec
 from dsv4ctl.controlplane.trace.format import Rank
 from dsv4ctl.controlplane.trace.ring import Ring
-from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
+from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.queries import answer, identity
 from dsv4ctl.engine_adapters.reference.agreement import Agreement, Alone, Gloo
@@ -48,13 +47,11 @@ from dsv4ctl.engine_adapters.reference.log import Log
 from dsv4ctl.engine_adapters.reference.model import Model
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
 from dsv4ctl.engine_adapters.reference.oracle import layer_seconds
-from dsv4ctl.engine_adapters.reference.orders import Submission
-from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.prefill import Prefill
 from dsv4ctl.engine_adapters.reference.readiness import ReadinessWords
-from dsv4ctl.engine_adapters.reference.requests import BusyError, Request, RequestRefusedError
-from dsv4ctl.engine_adapters.reference.sequences import Sequence
+from dsv4ctl.engine_adapters.reference.requests import BusyError, Request
+from dsv4ctl.engine_adapters.reference.rooms import Rooms
 from dsv4ctl.engine_adapters.reference.staged import Fault, Staged
 from dsv4ctl.engine_adapters.reference.step import StepLoop
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
@@ -94,8 +91,6 @@ class Engine:
         self._end = end
         self._fault: str | None = None
         self._witness = Witness()
-        self._live: dict[RoomKey, Sequence] = {}  #: until every rank gave back what it held
-        self._openings: dict[RoomKey, OpenRoom] = {}
         self._loops: dict[str, LoopStatus] = {}
         self._role = Role(options.role)
         reference = options.reference
@@ -121,10 +116,12 @@ class Engine:
         self.gate = self._make_gate(launch)
         self._link = self._make_link(launch.link)
         self._tell = self._staged.send(self._link.send)
-        self._agent = Agent(self._role, launch.incarnation, self.gate, self, self._tell, time.monotonic)
+        self._rooms = Rooms(self.geometry, self._pages, self._staged, self.query)
+        self._agent = Agent(self._role, launch.incarnation, self.gate, self._rooms, self._tell, time.monotonic)
         self._transfer = self._make_transfer()
         self._hicache = self._make_hicache(host_pages) if host_pages else None
         self._loop = self._make_loop()
+        self._rooms.bind(self._agent, self._transfer, self._loop)
         self._thread = threading.Thread(target=self._run_loop, name="step", daemon=True)
 
     # ---- parts ---------------------------------------------------------------------------------------
@@ -167,8 +164,8 @@ class Engine:
             self.link_geometry(),
             self._pools,
             self._agent,
-            ready=self._ready,
-            vouched=self._vouched,
+            ready=self._rooms.ready,
+            vouched=self._rooms.vouched,
             witness=self._witness,
             died=lambda why: self._died("transfer", why),
             log=self._log,
@@ -226,8 +223,8 @@ class Engine:
             decode,
             self._hicache,
             self._options.reference.max_batch,
-            enter=self._enter,
-            left=self._left,
+            enter=self._rooms.enter,
+            left=self._rooms.left,
         )
 
     def link_geometry(self) -> Geometry:
@@ -358,44 +355,7 @@ class Engine:
     def _count(self, name: str, number: int) -> None:
         self._agent.counters[name] += number
 
-    # ---- Hooks ---------------------------------------------------------------------------------------
-
-    def opened(self, opening: OpenRoom) -> None:
-        self._openings[opening.key] = self._staged.opening(opening)
-        if self._transfer is not None:
-            self._transfer.opened(opening)
-
-    def dropped(self, key: RoomKey, source: AbortSource, reason: str) -> None:
-        if self._transfer is not None:
-            self._transfer.dropped(key)
-        sequence = self._live.get(key)
-        if sequence is not None:
-            sequence.aborting = (source, reason)
-            sequence.finish("abort", reason, source)
-            self._loop.wake()
-
-    def tell_peer(self, key: RoomKey, peer: str, source: AbortSource, reason: str) -> None:
-        if self._transfer is not None:
-            self._transfer.tell_peer(key, peer, source, reason)
-
-    def ack_peer(self, key: RoomKey, peer: str, outcome: Quiet) -> None:
-        if self._transfer is not None:
-            self._transfer.ack_peer(key, peer, outcome)
-
-    def release(self, key: RoomKey) -> None:
-        self._openings.pop(key, None)
-        sequence = self._live.get(key)
-        if sequence is not None:
-            sequence.quiet = True
-            self._loop.wake()
-
-    def quarantine(self, key: RoomKey) -> dict[str, int]:
-        sequence = self._live.get(key)
-        if sequence is None:
-            return {}
-        sequence.quarantining = True
-        self._loop.wake()
-        return {space: len(pages) for space, pages in sequence.owned.items()}
+    # ---- what is asked -------------------------------------------------------------------------------
 
     def query(self, what: str) -> Any:
         if what == "flush":
@@ -415,99 +375,20 @@ class Engine:
             self._log("hicache.load_failed", "error", error=failed)
         self._loop.wake()
 
-    def _ready(self, key: RoomKey, manifest: Manifest) -> None:
-        sequence = self._live.get(key)
-        if sequence is not None:
-            sequence.manifest = manifest
-            self._loop.wake()
-
-    def _vouched(self, key: RoomKey) -> None:
-        sequence = self._live.get(key)
-        if sequence is not None:
-            sequence.vouched = True
-            self._loop.wake()
-
-    def _enter(self, submission: Submission) -> Sequence:
-        """A request that rank 0 got. A room that is over here already is a fact for the next round."""
-        request = Request(
-            submission.rid,
-            submission.opening.key,
-            submission.input_ids,
-            submission.max_new_tokens,
-            submission.ignore_eos,
-            submission.bootstrap_host,
-            submission.bootstrap_port,
-            emit=self._staged.emit(submission.opening.key, submission.opening.request_id),
-        )
-        try:
-            return self._register(request)
-        except (Refusal, UnknownRoomError) as error:
-            ids = list(request.input_ids)
-            sequence = Sequence(request, submission.opening, self.gate, ids, len(ids))
-            sequence.aborting = (AbortSource.ENGINE_FAULT, str(error))
-            sequence.quiet = True
-            return sequence
-
-    def _left(self, sequence: Sequence) -> None:
-        self._live.pop(sequence.key, None)
-
     # ---- Serving -------------------------------------------------------------------------------------
 
     def room_of(self, room: int | None) -> RoomKey:
-        if room is None:
-            raise RequestRefusedError("bootstrap_room is missing: requests come through the gateway, which opens rooms")
-        key = self._agent.current(room)
-        if key is None:
-            raise RequestRefusedError(f"bootstrap_room {room} is not open here: the gateway opens rooms, not clients")
-        return key
+        return self._rooms.room_of(room)
 
     def submit(self, request: Request) -> None:
-        self._check_size(request)
-
-        try:
-            sequence = self._register(request)
-        except (Refusal, UnknownRoomError) as error:
-            raise RequestRefusedError(f"the room has ended: {error}") from error
-        self._loop.submit(sequence)
-
-    def _register(self, request: Request) -> Sequence:
-        """The sequence of a room that lives here. Raises Refusal, UnknownRoomError, RequestRefusedError."""
-        ids = list(request.input_ids)
-
-        def enter(half: Any) -> list[Any]:
-            if not half.live:
-                raise Refusal(f"room {request.key} is {half.state.value}")
-            if request.key in self._live:
-                raise RequestRefusedError(f"room {request.key} already has its request")
-            self._live[request.key] = Sequence(request, self._openings[request.key], self.gate, ids, len(ids))
-            return []
-
-        self._agent.apply(request.key, enter)
-        return self._live[request.key]
-
-    def _check_size(self, request: Request) -> None:
-        prompt, new = len(request.input_ids), request.max_new_tokens
-        limit = self.geometry.context_tokens
-        if not prompt:
-            raise RequestRefusedError("the prompt is empty: at least one token expected")
-        if prompt + new > limit:
-            raise RequestRefusedError(
-                f"the prompt's {prompt} tokens and max_new_tokens {new} exceed the context of {limit} tokens"
-            )
-        pages = self.geometry.pages_for(prompt + new)
-        if pages > self._pages["full"]:
-            have = self._pages["full"]
-            raise RequestRefusedError(f"{prompt + new} tokens need {pages} pages, this engine has {have}")
+        self._rooms.submit(request)
 
     def abort(self, rid: str | None, reason: str) -> int:
-        chosen = [s for s in list(self._live.values()) if rid is None or s.request.rid.startswith(rid)]
-        for sequence in chosen:
-            self._agent.abort(sequence.key, AbortSource.CLIENT, reason)
-        return len(chosen)
+        return self._rooms.abort(rid, reason)
 
     def flush(self) -> None:
-        if self._live:
-            raise BusyError(f"{len(self._live)} requests are alive: flush_cache needs an idle engine")
+        if alive := len(self._rooms.live):
+            raise BusyError(f"{alive} requests are alive: flush_cache needs an idle engine")
         if self._launch.rank == 0:  # the others drop theirs with it
             self._loop.flush()
 

@@ -63,7 +63,7 @@ def test_every_token_is_there_and_held_until_the_verdict(pair: Pair, verdicts: V
     verdicts.may.set()
     tokens, finished = answer(outputs)
     assert (tokens, finished.reason) == (Oracle(Geometry(), 0).generate(ids, NEW).tokens, "length")
-    pair.until("at rest", lambda: not pair.decode._live and not pair.prefill._live)
+    pair.until("at rest", lambda: not pair.decode._rooms.live and not pair.prefill._rooms.live)
     assert pair.decode.gate.totals()["tickets"] == 0
 
 
@@ -74,7 +74,7 @@ def test_a_bad_verdict_lets_no_token_out(pair: Pair, verdicts: Verdicts) -> None
     verdicts.may.set()
     tokens, finished = answer(outputs)
     assert (tokens, finished.source) == ([], AbortSource.INTEGRITY)
-    pair.until("at rest", lambda: not pair.decode._live and not pair.prefill._live)
+    pair.until("at rest", lambda: not pair.decode._rooms.live and not pair.prefill._rooms.live)
 
 
 def test_after_the_verdict_tokens_leave_as_they_come(pair: Pair, verdicts: Verdicts) -> None:

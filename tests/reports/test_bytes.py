@@ -75,7 +75,7 @@ class Loads(Single):
         """The room of `key` is over, and what it asked the host for is still on its way."""
         until("the load is under way", lambda: bool(self.engine._loop._loading))
         self.engine._agent.abort(key, AbortSource.CLIENT, "left")
-        until("the room is over", lambda: key not in self.engine._live)
+        until("the room is over", lambda: key not in self.engine._rooms.live)
         assert not self.let_go.is_set()
 
     def loaded(self) -> None:
@@ -228,7 +228,7 @@ class Retracted(Pair):
         self.key = sequence.key
         self.until("its bytes are here", lambda: sequence.manifest is not None)
         self.decode._agent.abort(self.key, AbortSource.RETRACTION, "an older room needs its pages")
-        self.until("at rest", lambda: not self.decode._live and not self.prefill._live)
+        self.until("at rest", lambda: not self.decode._rooms.live and not self.prefill._rooms.live)
         self.until("the abort is answered", lambda: not any(transfer._unacked.values()))
         self.receiver.notified = plain  # type: ignore[method-assign]
 

@@ -50,7 +50,7 @@ class Pair:
             opening = OpenRoom(key, "r", None, peer, (peer,), DEADLINES, self._integrity, ports)
             engine._agent.handle(opening)
             engine.submit(Request("r", key, tuple(ids), new, True, "127.0.0.1", port, emit))
-        return self.decode._live[key], outputs
+        return self.decode._rooms.live[key], outputs
 
     def until(self, what: str, holds: Callable[[], bool], deadline: float = 60.0) -> None:
         end = time.monotonic() + deadline

@@ -123,7 +123,7 @@ class Ranks:
     def at_rest(self) -> bool:
         """No rank holds anything of any request, and none is retiring."""
         return all(
-            not engine._live
+            not engine._rooms.live
             and engine.gate.totals()["tickets"] == 0
             and not any(engine.gate.counts()["retiring"].values())
             for engine in self.engines

@@ -62,7 +62,7 @@ class Single:
     def settle(self) -> None:
         """Returns once nothing of any request is held, and what was asked of the loop before is done."""
         rounds, deadline = self.engine._loop.rounds, time.monotonic() + 60
-        while self.engine._live or self.engine._loop.rounds < rounds + 2:
+        while self.engine._rooms.live or self.engine._loop.rounds < rounds + 2:
             assert time.monotonic() < deadline, "a sequence is still held"
             self.engine._loop.wake()
             time.sleep(0.001)
