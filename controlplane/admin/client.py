@@ -82,10 +82,10 @@ def _refusal(status: int, body: bytes) -> Exception:
 def _nobody(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no control plane at {path}: no such socket; begin with `dsv4ctl start`, or give --socket"
-    if not path.is_socket():
+    if path.exists() and not path.is_socket():
         return f"no control plane at {path}: it is no socket; give another --socket"
     if isinstance(error, ConnectionRefusedError):
         return f"no control plane at {path}: its owner is gone; `dsv4ctl start` replaces the dead socket"
     if isinstance(error, PermissionError):
         return f"the socket {path} belongs to another user"
-    return f"no control plane at {path}: {error.strerror}"
+    return f"no control plane at {path}: {error.strerror or error}"

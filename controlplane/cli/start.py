@@ -120,9 +120,11 @@ def _fault(error: SocketError | OSError, config: Config, telemetry: Telemetry) -
     """A fault of the first minute as one line, whoever else got the socket or the port since the preflight."""
     if isinstance(error, SocketOwnedError):
         failure = Failure(str(error), Exit.REFUSED)
-    elif isinstance(error, gaierror):  # an engine says of its own host
-        host = config.gateway.host
-        failure = Failure(f"gateway.host: expected a name that can be resolved, found {show(host)}", Exit.FAILED)
+    elif isinstance(error, gaierror) or getattr(error, "errno", None) == errno.EADDRNOTAVAIL:
+        host = config.gateway.host  # an engine says of its own
+        failure = Failure(
+            f"gateway.host: expected a name or an address of this machine, found {show(host)}", Exit.FAILED
+        )
     elif isinstance(error, OSError) and error.errno == errno.EADDRINUSE:
         failure = Failure(ports.taken(config) or str(error), Exit.FAILED)
     else:

@@ -18,7 +18,7 @@ from dsv4ctl.controlplane.admin.client import connect
 from dsv4ctl.controlplane.admin.socket import resolve
 from dsv4ctl.controlplane.admin.verbs import trace as verb
 from dsv4ctl.controlplane.cli.exits import Exit, Failure
-from dsv4ctl.controlplane.cli.verbs import asking, pretty
+from dsv4ctl.controlplane.cli.verbs import SECONDS, asking, pretty
 from dsv4ctl.controlplane.trace.check import check as find_races
 from dsv4ctl.controlplane.trace.file import TraceError, TraceFile, Writer, older
 from dsv4ctl.controlplane.trace.perfetto import export as perfetto_pieces
@@ -39,7 +39,7 @@ def trace() -> None:
 
 @trace.command(epilog="Example: dsv4ctl trace record run.trace --seconds 60")
 @click.argument("file", type=_FILE)
-@click.option("--seconds", type=click.FloatRange(min=0), help="Go on for so long. Default: what the ranks hold now.")
+@click.option("--seconds", type=SECONDS, help="Go on for so long. Default: what the ranks hold now.")
 @click.option(
     "--limit",
     type=click.IntRange(min=1),

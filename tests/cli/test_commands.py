@@ -200,6 +200,13 @@ def test_a_file_that_is_no_socket(dsv4ctl: Any, socket_path: Path) -> None:
     assert fault(dsv4ctl("status"), 3) == (f"no control plane at {socket_path}: it is no socket; give another --socket")
 
 
+def test_a_path_that_no_socket_can_have() -> None:
+    path = f"/tmp/{'s' * 108}"
+    assert fault(CliRunner().invoke(cli, ["--socket", path, "status"]), 3) == (
+        f"no control plane at {path}: AF_UNIX path too long"
+    )
+
+
 def test_a_socket_without_a_name_is_not_the_default_one(plane: FakePlane) -> None:
     result = CliRunner().invoke(cli, ["--socket", "", "status"])
     assert (result.exit_code, "expected a path, found nothing" in result.stderr) == (2, True)

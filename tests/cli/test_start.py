@@ -124,10 +124,11 @@ def test_a_port_that_was_taken_in_between_is_one_line_too(tmp_path: Path, file: 
     assert line == "dsv4ctl: [Errno 98] Address already in use"
 
 
-def test_a_host_that_cannot_be_resolved_is_named(tmp_path: Path, file: Path) -> None:
+@pytest.mark.parametrize("fault", ["host", "address"])
+def test_a_host_that_is_not_here_is_named(tmp_path: Path, file: Path, fault: str) -> None:
     file.write_text(CONFIG.format(port=0).replace("[gateway]", "[gateway]\nhost = 'no.such.host'"))
-    (line,) = refused(tmp_path, file, code=1, FAKE_START_FAULT="host")
-    assert line == 'dsv4ctl: gateway.host: expected a name that can be resolved, found "no.such.host"'
+    (line,) = refused(tmp_path, file, code=1, FAKE_START_FAULT=fault)
+    assert line == 'dsv4ctl: gateway.host: expected a name or an address of this machine, found "no.such.host"'
 
 
 def test_no_torch_names_the_extra(tmp_path: Path, file: Path) -> None:

@@ -23,6 +23,7 @@ from fake_plane import FakePlane
 FAULT = "FAKE_START_FAULT"
 FAULTS = {
     "port": OSError(98, "Address already in use"),
+    "address": OSError(99, "Cannot assign requested address"),
     "host": socket.gaierror(-2, "Name or service not known"),
 }
 

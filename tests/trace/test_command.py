@@ -94,6 +94,12 @@ def test_record_for_some_seconds(
     assert dsv4ctl("check", str(tmp_path / "t")).exit_code == 0
 
 
+@pytest.mark.parametrize("seconds", ["nan", "0"])
+def test_record_for_no_time(dsv4ctl: Dsv4ctl, tmp_path: Path, seconds: str) -> None:
+    refused = dsv4ctl("record", str(tmp_path / "t"), "--seconds", seconds)
+    assert (refused.exit_code, f"a number of seconds above 0, found '{seconds}'" in refused.stderr) == (2, True)
+
+
 def test_record_without_ranks_or_a_place(plane: FakePlane, dsv4ctl: Dsv4ctl, tmp_path: Path) -> None:
     file = tmp_path / "t"
     file.write_text("of yesterday")
