@@ -5,7 +5,7 @@ from __future__ import annotations
 import anyio
 import pytest
 
-from deployment import DECODE, PAGE, Client, Reply, deployed, expected, prompt
+from deployment import DECODE, PAGE, PREFILL, Client, Reply, deployed, expected, prompt
 
 pytestmark = pytest.mark.asyncio
 
@@ -40,17 +40,41 @@ async def ask_all(client: Client) -> None:
         assert replies[at].tokens == expected(ids, new), (at, replies[at])
 
 
-async def test_two_ranks_retract_the_same_room_and_race_with_nobody() -> None:
-    """Two long rooms fill the pool, and one gives way: on both ranks, and its next generation gets its pages."""
-    two = "ranks = 2\nreference = { device_pages = 8, state_slots = 8 }"
-    with deployed("[deadlines]\nallocated = 600.0", prefill="ranks = 2", decode=two) as deployment:
+async def test_two_ranks_retract_a_room_whose_writers_stand_and_race_with_nobody() -> None:
+    """The younger of two rooms waits for a paused prefill engine, the older one for its pages: both ranks take them.
+
+    Asked again if the older one grew before the younger one was there.
+    """
+    older, younger = (prompt(1, PAGE - 1), PAGE + 4), (prompt(2, 2 * PAGE - 1), 3)
+    two = "ranks = 2\nreference = { device_pages = 5, state_slots = 5 }"  # the older one's two, the younger one's three
+    with deployed(prefill="ranks = 2", decode=two) as deployment:
         async with deployment.client() as client:
             while not deployment.events("room.retracted"):
-                replies = await client.burst(asked()[:2])
-                assert [reply.tokens for reply in replies] == [expected(ids, new) for ids, new in asked()[:2]], replies
-            retracted = len(deployment.events("room.retracted"))
+                answers: dict[str, Reply] = {}
+
+                async def ask(which: str, ids: list[int], new: int, answers: dict[str, Reply] = answers) -> None:
+                    answers[which] = await client.generate(ids, new)
+
+                async def decodes(answers: dict[str, Reply] = answers) -> bool:
+                    return bool(answers) or any(room["state"] == "decoding" for room in await client.rooms())
+
+                async def has_ended(answers: dict[str, Reply] = answers) -> bool:
+                    return "older" in answers
+
+                async with anyio.create_task_group() as tasks:
+                    tasks.start_soon(ask, "older", *older)
+                    await client.until("the older room decodes", decodes)
+                    await client.tell(PREFILL, "pause_generation", mode="in_place")
+                    tasks.start_soon(ask, "younger", *younger)
+                    await client.until("the older room has ended", has_ended)
+                    await client.tell(PREFILL, "continue_generation")
+                assert [answers[which].tokens for which in ("older", "younger")] == [
+                    expected(*older),
+                    expected(*younger),
+                ], answers
 
             async def counted() -> bool:
+                retracted = len(deployment.events("room.retracted"))
                 return bool((await client.engines())[DECODE]["counters"]["retractions"] == 2 * retracted)
 
             await client.until("each rank has counted each retraction", counted)

@@ -102,9 +102,7 @@ class TestTwoRanks:
         """It holds rooms and does nothing for longer than a wedge; they can be aborted, and it drained, as it is."""
         async with two_ranks.client() as client:
             async with asked(client, DECODE, 500) as replies:
-                url = (await client.engines())[DECODE]["url"]
-                async with client.http.post(f"{url}/pause_generation", json={"mode": "in_place"}) as answer:
-                    assert answer.status == 200
+                await client.tell(DECODE, "pause_generation", mode="in_place")
 
                 async def verdict() -> str:
                     return str((await client.engines())[DECODE]["verdict"])

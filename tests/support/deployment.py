@@ -201,6 +201,12 @@ class Client:
         async with self.http.get(f"{url}/server_info", timeout=aiohttp.ClientTimeout(20)) as answer:
             return dict(await answer.json())
 
+    async def tell(self, engine: str, route: str, **body: Any) -> None:
+        """A POST to the engine's own HTTP server."""
+        url = (await self.engines())[engine]["url"]
+        async with self.http.post(f"{url}/{route}", json=body, timeout=aiohttp.ClientTimeout(PATIENCE)) as answer:
+            assert answer.status == 200, await answer.text()
+
     async def traced(self) -> Traced:
         """What the race detector says of everything that the ranks' rings hold."""
         return await traced(self._admin, 0)
