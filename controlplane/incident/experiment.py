@@ -17,7 +17,7 @@ from dsv4ctl.controlplane.incident.cost import CostError, measure
 from dsv4ctl.controlplane.incident.deployment import DeploymentError, Running, deployed
 from dsv4ctl.controlplane.incident.drive import run_row
 from dsv4ctl.controlplane.incident.evaluate import RowResult, comparisons, evaluate, problems
-from dsv4ctl.controlplane.incident.oracle import OracleError, Script, write_script
+from dsv4ctl.controlplane.incident.oracle import OracleError, Script, write_scripts
 from dsv4ctl.controlplane.incident.progress import Progress
 from dsv4ctl.controlplane.incident.report import Pacing, Report
 from dsv4ctl.controlplane.incident.rows import Deployment, Dtype, Row, by_deployment
@@ -105,16 +105,20 @@ class Experiment:
         self._progress.label(f"{deployment}: starting")
         async with anyio.create_task_group() as tasks:
             written = anyio.Event()
-            tasks.start_soon(self._write_script, deployment.index_k, work, written)
+            tasks.start_soon(self._write_scripts, deployment.index_k, written)
             async with deployed(deployment, work.sessions, _MODEL_SEED) as running:
                 # No deadline: every answer of the oracle has one.
                 await written.wait()
                 yield running, self._scripts[deployment.index_k, work]
 
-    async def _write_script(self, index_k: Dtype, work: Work, written: anyio.Event) -> None:
-        if (index_k, work) not in self._scripts:
-            spoken = conversations(self._plan.seed, work.sessions, work.size)
-            self._scripts[index_k, work] = await write_script(index_k, _MODEL_SEED, spoken, self._progress.step)
+    async def _write_scripts(self, index_k: Dtype, written: anyio.Event) -> None:
+        """All of this layout at once: an oracle takes longer to start than to answer."""
+        plan = self._plan
+        works = list(dict.fromkeys(plan.work_of(row) for row in plan.rows if row.deployment.index_k == index_k))
+        if (index_k, works[0]) not in self._scripts:
+            spoken = [conversations(plan.seed, work.sessions, work.size) for work in works]
+            scripts = await write_scripts(index_k, _MODEL_SEED, spoken, self._progress.step)
+            self._scripts |= {(index_k, work): script for work, script in zip(works, scripts, strict=True)}
         written.set()
 
     async def _row(self, running: Running, row: Row, script: Script) -> None:

@@ -74,28 +74,29 @@ async def oracle(index_k: Dtype, model_seed: int) -> AsyncIterator[Oracle]:
         yield Oracle(process)
 
 
-async def write_script(
-    index_k: Dtype,
-    model_seed: int,
-    conversations: Sequence[Conversation],
-    told: Callable[[], None],
-) -> Script:
-    """Asks one oracle a core, each about sessions of its own. `told` is called after each answer.
+async def write_scripts(
+    index_k: Dtype, model_seed: int, spoken: Sequence[Sequence[Conversation]], told: Callable[[], None]
+) -> list[Script]:
+    """One script for each of `spoken`. Asks one oracle a core, each about sessions of its own.
 
-    Raises OracleError, TimeoutError.
+    `told` is called after each answer. Raises OracleError, TimeoutError.
     """
-    script = Script({}, {})
-    sessions = list(enumerate(conversations))
+    scripts = [Script({}, {}) for _ in spoken]
+    sessions = [
+        (script, session, conversation)
+        for script, conversations in zip(scripts, spoken, strict=True)
+        for session, conversation in enumerate(conversations)
+    ]
 
-    async def ask(share: list[tuple[int, Conversation]]) -> None:
+    async def ask(share: list[tuple[Script, int, Conversation]]) -> None:
         async with oracle(index_k, model_seed) as asked:
-            for session, conversation in share:
+            for script, session, conversation in share:
                 await _play(asked, session, conversation, script, told)
 
     async with anyio.create_task_group() as tasks:
         for first in range(min(ORACLES, len(sessions))):
             tasks.start_soon(ask, sessions[first::ORACLES])
-    return script
+    return scripts
 
 
 async def _play(

@@ -46,7 +46,7 @@ _ONE = _TWO._replace(rounds=1)
 _UNEVEN = Size(prefix_pages=3, turn_tokens=(100, 420))
 
 #: Two take four pages each and need a fifth; of the others each takes one.
-_CROWD = Size(rounds=1, prefix_pages=0, turn_tokens=(90, 150), new_tokens=3, growing=2)
+_CROWD = Size(rounds=1, prefix_pages=0, turn_tokens=(20, 60), new_tokens=3, growing=2)
 
 #: By `Row.work`; the incident's own rows have none.
 FULL_WORK = {
