@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from itertools import takewhile
 from typing import NamedTuple
 
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
@@ -47,9 +48,10 @@ class AbortLog:
 
     def due(self, now: float) -> list[AbortEntry]:
         """Entries to send now: new ones at once, and all that are not received every `RESEND_AFTER`."""
-        first = 0 if now >= self._resend_at else self._sent
-        entries = [entry for entry in self._unreceived if entry.seq > first]
-        if entries and first == 0:
+        again = now >= self._resend_at
+        newest_first = takewhile(lambda entry: again or entry.seq > self._sent, reversed(self._unreceived))
+        entries = list(newest_first)[::-1]
+        if entries and again:
             self._resend_at = now + RESEND_AFTER
         self._sent = self._seq
         return entries

@@ -40,6 +40,7 @@ from dsv4ctl.controlplane.rooms.room import (
     allowed,
 )
 from dsv4ctl.controlplane.rooms.states import LIVE, AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.scheduler.agenda import Agenda
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Fleet, Pair, Rank, Sample
 from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomAbortedError, RoomRequest
@@ -51,6 +52,9 @@ from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 ENDED_KEPT = 1024
 #: Of a room number: it is drawn, so that none is ever used twice.
 ROOM_BITS = 63
+#: A look at deadlines that comes so many seconds late: this process did not run. What was said meanwhile waits in the
+#: sockets: the rooms whose deadline passed are judged `HEARD` seconds later.
+LATE, HEARD = 1.0, 0.5
 
 
 @dataclass
@@ -90,6 +94,7 @@ class RoomDesk:
         self._ended: deque[LiveRoom] = deque(maxlen=ENDED_KEPT)
         self._counts: Counter[str] = Counter()
         self._turns = count(1)
+        self._agenda = Agenda()
         self._timer = _Timer(float("inf"), anyio.Event())
         self.refusing: str | None = None  #: why no new room is opened at all
 
@@ -102,14 +107,13 @@ class RoomDesk:
         """
         if self.refusing is not None:
             raise NotServingError(self.refusing, draining=True)
-        rooms = self._live.values()
-        pair = self._placement.choose(rooms)
+        pair = self._placement.choose()
         amount = 0
         geometry = pair.decode.geometry
         if pair.prefill is not None and geometry is not None:
             amount = transfer_bytes(geometry, request.tokens)
         try:
-            self._placement.admit(rooms, amount)
+            self._placement.admit(amount)
         except OverAdmissionError as error:
             self._telemetry.emit(Event.ROOM_REFUSED, "warning", reason=str(error))
             raise
@@ -125,7 +129,7 @@ class RoomDesk:
         await retracted.ended.wait()  # an aborting room ends by its own deadlines
         if retracted.overruled is not None:
             raise retracted.overruled
-        pair = self._placement.again(retracted.pair, self._live.values())
+        pair = self._placement.again(retracted.pair)
         key = retracted.key._replace(generation=retracted.key.generation + 1)
         return await self._settled(self._begin(key, retracted.turn, retracted.request, pair, retracted.bytes))
 
@@ -148,13 +152,14 @@ class RoomDesk:
         room = Room(key, request.request_id, request.session, participants, deadlines, anyio.current_time())
         live = LiveRoom(room, request, turn, pair, amount)
         self._live[key] = live
+        self._placement.began(live)
         self._telemetry.emit(
             Event.ROOM_OPENED, **live.fields(), engines=[engine.name for engine in pair.engines], bytes=amount
         )
         for engine in pair.engines:
             peer = next((other for other in pair.engines if other is not engine), None)
             self._open_on(engine, peer, live)
-        self._keep_time(live.room.next_deadline())
+        self._keep_deadline(live)
         return live
 
     def _open_on(self, engine: Engine, peer: Engine | None, live: LiveRoom) -> None:
@@ -317,7 +322,7 @@ class RoomDesk:
         entry = rank.aborts.append(effect.key, effect.source, effect.reason)
         due = rank.aborts.due(anyio.current_time())
         self._send_entries(rank, due or [entry], resent=False)
-        self._keep_time(rank.aborts.next_due())
+        self._look_by(rank.aborts.next_due())
 
     def _send_entries(self, rank: Rank, entries: Iterable[Any], resent: bool) -> None:
         for entry in entries:
@@ -345,7 +350,7 @@ class RoomDesk:
                     self._entered(live, effect.state)
                 case Ended():
                     self._end(live)
-        self._keep_time(live.room.next_deadline())
+        self._keep_deadline(live)
 
     def _entered(self, live: LiveRoom, state: RoomState) -> None:
         self._telemetry.emit(Event.ROOM_STATE, "debug", **live.fields(), state=state)
@@ -362,6 +367,8 @@ class RoomDesk:
 
     def _end(self, live: LiveRoom) -> None:
         del self._live[live.key]
+        self._agenda.forget(live.key)
+        self._placement.ended(live)
         self._ended.append(live)
         room = live.room
         seconds = room.history[-1][1] - room.opened_at
@@ -375,7 +382,6 @@ class RoomDesk:
         if live.retracted:
             self._telemetry.emit(Event.ROOM_RETRACTED, **fields)
         else:
-            self._placement.ended(seconds)
             self._counts[room.state.value] += 1
             closed = room.state is RoomState.CLOSED
             self._telemetry.emit(
@@ -386,7 +392,13 @@ class RoomDesk:
 
     # ---- time -------------------------------------------------------------------------------------
 
-    def _keep_time(self, due: float | None) -> None:
+    def _keep_deadline(self, live: LiveRoom) -> None:
+        due = live.room.next_deadline()
+        if due is not None:
+            self._agenda.note(live.key, due)
+            self._look_by(due)
+
+    def _look_by(self, due: float | None) -> None:
         """Makes the deadline loop look at `due` at the latest."""
         if due is not None and due < self._timer.at:
             self._timer.at = due
@@ -394,21 +406,23 @@ class RoomDesk:
 
     async def keep_deadlines(self, beat: Callable[[], None]) -> None:
         """The one task behind every room deadline and every re-sent abort. Runs until cancelled."""
+        for live in self._live.values():  # what a life of this loop that died had taken is not forgotten
+            self._keep_deadline(live)
         while True:
             beat()
             now = anyio.current_time()
-            for live in list(self._live.values()):
+            if now - self._timer.at > LATE:
+                for key in self._agenda.take(now):
+                    self._agenda.note(key, now + HEARD)
+            for live in [self._live[key] for key in self._agenda.take(now)]:
                 self._apply(live, live.room.tick(now))
             for _, rank in list(self._fleet.ranks()):
                 self._send_entries(rank, rank.aborts.due(now), resent=True)
-            self._timer = _Timer(min(self._dues(), default=float("inf")), anyio.Event())
+            resends = (rank.aborts.next_due() for _, rank in self._fleet.ranks())
+            at = min([self._agenda.next, *(due for due in resends if due is not None)])
+            self._timer = _Timer(at, anyio.Event())
             with anyio.move_on_at(self._timer.at):
                 await self._timer.wake.wait()
-
-    def _dues(self) -> list[float]:
-        dues = [live.room.next_deadline() for live in self._live.values()]
-        dues += [rank.aborts.next_due() for _, rank in self._fleet.ranks()]
-        return [due for due in dues if due is not None]
 
     # ---- looking ----------------------------------------------------------------------------------
 
@@ -430,7 +444,7 @@ class RoomDesk:
     async def until_empty(self, engines: Callable[[], Iterable[str]]) -> None:
         """Returns once no room of `engines()` is left. The caller sets the deadline."""
         while rooms := self.rooms_of(engines()):
-            waited = rooms[0]
+            waited = rooms[-1]  # when the youngest is over, most are: few looks at all rooms, however many there are
             await (waited.answered if waited.ended.is_set() else waited.ended).wait()
 
     def find(self, room: int) -> list[LiveRoom]:

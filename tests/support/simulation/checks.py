@@ -152,6 +152,8 @@ class Checks:
         world = self._world
         for live in world.supervisor.desk.live.values():
             self._violated("S5", f"room {live.key} is {live.room.state.value} at the end")
+        if world.supervisor.desk._placement._total.rooms:
+            self._violated("S5", "no room is left, and some count as in flight")
         for _, planned in world.supervisor.fleet.ranks():
             rank = world.host.ranks.get(planned.incarnation)
             if rank is not None and planned.ready and rank.agent._inbox.received != planned.aborts._seq:

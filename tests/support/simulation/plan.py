@@ -116,15 +116,20 @@ def small(seed: int) -> Plan:
 
 
 def large(seed: int, engines: int = 64, rooms: int = 10_000) -> Plan:
-    """Half of the engines prefill, half decode."""
+    """Half of the engines prefill, half decode. Half of the clients come within a second, and faults meet them."""
     random = Random(f"large plan {seed}")
-    deployment = Deployment(engines // 2, engines - engines // 2, 1, pages=64, max_rooms=4 * engines)
+    deployment = Deployment(engines // 2, engines - engines // 2, 1, pages=64, max_rooms=rooms)
     seconds = 600.0
-    clients = tuple(_client(random, number, random.uniform(1.5, seconds)) for number in range(rooms))
-    faults = tuple(
-        _fault(random, MILD + HARSH[:-4], deployment, random.uniform(1.5, seconds)) for _ in range(2 * engines)
+    wave = random.uniform(60.0, seconds - 60.0)
+    clients = tuple(
+        _client(random, number, wave + random.random() if number % 2 else random.uniform(1.5, seconds))
+        for number in range(rooms)
     )
-    return Plan(seed, deployment, seconds, clients, faults)
+    kinds = tuple(kind for kind in MILD + HARSH if kind not in ("drain_all", "restart", "crash", "wedge"))
+    faults = [_fault(random, kinds, deployment, random.uniform(1.5, seconds)) for _ in range(2 * engines)]
+    during: tuple[Kind, ...] = ("client_wave", "abort_wave", "drain_engine", "kill", "pause", "abort_wave")
+    faults += [_fault(random, (kind,), deployment, wave + 4.0 * random.random()) for kind in during]
+    return Plan(seed, deployment, seconds, clients, tuple(faults))
 
 
 def idle(seed: int, days: float) -> Plan:

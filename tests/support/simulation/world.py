@@ -163,7 +163,7 @@ class World:
         )
         self.checks.event(event, level, fields)
         if event in (Event.ROOM_CLOSED, Event.ROOM_ABORTED):
-            self.checks.ended(next(live for live in self.supervisor.desk.find(fields["room"].room)))
+            self.checks.ended(self.supervisor.desk._ended[-1])
 
     def name_of(self, incarnation: str) -> str:
         return self._names.get(incarnation, incarnation)

@@ -1,0 +1,189 @@
+"""Ten thousand rooms: what one room needs costs no look at all the others."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable
+from typing import Any
+
+import anyio
+import pytest
+
+from dsv4ctl.controlplane.config.schema import Config, EngineConfig, LimitsConfig
+from dsv4ctl.controlplane.rooms.room import ParticipantInfo, Room
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
+from dsv4ctl.controlplane.scheduler.agenda import Agenda
+from dsv4ctl.controlplane.scheduler.desk import RoomDesk
+from dsv4ctl.controlplane.scheduler.fleet import EngineState, Fleet, Pair, Rank
+from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomRequest
+from dsv4ctl.controlplane.telemetry.log import Telemetry
+from simulation import loop as virtual
+from simulation.loop import VirtualLoop
+
+#: The age of a room that is half a second past its first deadline.
+OVERDUE = 120.5
+
+
+class Desk(RoomDesk):
+    """With rooms that were opened `age` seconds ago on a prefill and a decode engine without links."""
+
+    def __init__(self, rooms: int, age: float = 0.0, telemetry: Telemetry | None = None) -> None:
+        engines = [EngineConfig(name=role, role=role) for role in ("prefill", "decode")]
+        config = Config(engines=engines, limits=LimitsConfig(max_rooms=1_000_000))
+        fleet = Fleet(engines)
+        for engine in fleet:
+            engine.state = EngineState.READY
+            engine.ranks[engine.name] = Rank(engine.name, 0, engine.name)
+        super().__init__(config, fleet, telemetry or Telemetry(), lambda *_: None, lambda _: None)
+        for number in range(rooms):
+            self.add(number, age)
+
+    def add(self, number: int, age: float) -> LiveRoom:
+        pair = Pair(self._fleet.engines["prefill"], self._fleet.engines["decode"])
+        ranks = {name: ParticipantInfo(name, 0, name) for name in ("prefill", "decode")}
+        room = Room(RoomKey(number, 1), "r", None, ranks, self._deadlines, anyio.current_time() - age)
+        live = self._live[room.key] = LiveRoom(room, RoomRequest("r", None, 1), number, pair, 5)
+        self._placement.began(live)
+        self._keep_deadline(live)
+        return live
+
+    def end(self, live: LiveRoom) -> None:
+        """Its ranks acknowledge its abort."""
+        self.abort(live, AbortSource.ADMIN, "over")
+        for name in live.room.participants:
+            self._apply(live, live.room.fenced(name, anyio.current_time()))
+
+    async def look(self) -> None:
+        """One turn of the deadline loop."""
+        with anyio.CancelScope() as scope:
+            await self.keep_deadlines(scope.cancel)
+
+
+def _calls(work: Callable[[], Any]) -> int:
+    """How many functions `work` calls."""
+    calls = 0
+
+    def count(frame: object, event: str, argument: object) -> None:
+        nonlocal calls
+        calls += event in ("call", "c_call")
+
+    sys.setprofile(count)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.asyncio
+async def test_a_place_costs_the_same_among_any_number_of_rooms() -> None:
+    few, many = Desk(2), Desk(500)
+    assert _calls(few._placement.choose) == _calls(many._placement.choose)
+    assert _calls(lambda: few._placement.admit(5)) == _calls(lambda: many._placement.admit(5))
+
+
+@pytest.mark.asyncio
+async def test_what_has_ended_is_not_in_flight() -> None:
+    desk = Desk(5)
+    for live in list(desk.live.values()):
+        desk.end(live)
+    loads = [desk._placement._total, *desk._placement._loads.values()]
+    assert [(load.rooms, load.bytes) for load in loads] == [(0, 0), (0, 0)]
+
+
+@pytest.mark.asyncio
+async def test_a_drain_does_not_look_at_all_rooms_whenever_one_ends() -> None:
+    desk = Desk(100)
+    rooms, looks = list(desk.live.values()), 0
+
+    def engines() -> list[str]:
+        nonlocal looks
+        looks += 1
+        return ["prefill"]
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(desk.until_empty, engines)
+        for live in rooms:
+            await anyio.wait_all_tasks_blocked()
+            desk.end(live)
+    assert looks == 2
+
+
+def test_only_rooms_that_are_due_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked: list[RoomKey] = []
+    real = Room.tick
+
+    def tick(room: Room, now: float) -> Any:
+        looked.append(room.key)
+        return real(room, now)
+
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(500)
+        late = desk.add(500, OVERDUE)
+        await desk.look()
+        assert looked == [late.key]
+        assert late.room.source is AbortSource.DEADLINE
+
+    monkeypatch.setattr(Room, "tick", tick)
+    virtual.run(main)
+
+
+def test_a_deadline_loop_that_died_forgot_no_room() -> None:
+    class Failing(Telemetry):
+        failed = False
+
+        def emit(self, *arguments: Any, **fields: Any) -> None:
+            if not self.failed:
+                self.failed = True
+                raise RuntimeError("seeded")
+            super().emit(*arguments, **fields)
+
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(3, OVERDUE, Failing())
+        with pytest.raises(RuntimeError, match="seeded"):
+            await desk.look()
+        await desk.look()
+        assert {live.room.state for live in desk.live.values()} == {RoomState.ABORTING}
+        assert desk._agenda._noted.keys() == desk.live.keys()
+
+    virtual.run(main)
+
+
+def test_after_a_standstill_acks_that_wait_in_the_sockets_are_heard_first() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(2)
+        fenced: list[str] = []
+        desk._fence = lambda incarnation, reason: fenced.append(incarnation)
+        heard, silent = desk.live.values()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.keep_deadlines, lambda: None)
+            await anyio.sleep(1.0)
+            for live in (heard, silent):
+                desk.abort(live, AbortSource.ADMIN, "over")
+            loop.jump(100.0)
+            await anyio.sleep(0.1)
+            assert fenced == []
+            for name in heard.room.participants:
+                desk._apply(heard, heard.room.ack(name, Quiet.QUIET, loop.time()))
+            await anyio.sleep(1.0)
+            tasks.cancel_scope.cancel()
+        assert fenced == ["prefill"], "the one that said nothing then either"
+        assert heard.ended.is_set()
+
+    virtual.run(main)
+
+
+def test_the_earliest_moment_counts_until_the_room_is_noted_again() -> None:
+    agenda, one, two = Agenda(), RoomKey(1, 1), RoomKey(2, 1)
+    agenda.note(one, 5.0)
+    agenda.note(one, 9.0)
+    agenda.note(two, 7.0)
+    agenda.note(two, 3.0)
+    assert agenda.next == 3.0
+    assert agenda.take(6.0) == [two, one]
+    agenda.note(one, 9.0)
+    agenda.note(two, 9.0)
+    assert agenda.take(8.0) == []
+    agenda.forget(two)
+    assert agenda.take(9.0) == [one]
+    assert agenda.next == float("inf")
