@@ -197,7 +197,7 @@ class Rooms:
         return self.live(key.room)
 
     def tell_digests(self, room: Room) -> None:
-        """The last chunk is posted: every reader is told what it has to find."""
+        """The last chunk is queued: every reader is told what it has to find, before that has arrived."""
         sealed, key = room.sealed, room.key
         if sealed is None:
             return

@@ -98,8 +98,12 @@ def _compute(here: rank.Rank, numbers: list[int]) -> None:
     for room, found in zip(new, founds, strict=True):
         room.found = found
     until = time.monotonic() + _STAY_SECONDS
-    while not founds[0].ready() and time.monotonic() < until:
-        pass
+    while not (founds[0].ready() and all(map(_told, new))) and time.monotonic() < until:
+        time.sleep(0)  # for the thread that hears of the digests
+
+
+def _told(room: Room) -> bool:
+    return len(room.told) >= len(room.opening.peers)
 
 
 def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
@@ -122,7 +126,7 @@ def _verdict(here: rank.Rank, decode_req: Any, buffers: Any) -> int:
 
 def _compared(here: rank.Rank, digests: PageDigests, room: Room, landed: Fetched) -> bool:
     """Whether what landed is what was sealed. False too while that is not known yet."""
-    if len(room.told) < len(room.opening.peers) or not landed.ready():
+    if not (_told(room) and landed.ready()):
         return False
     found = landed.get()
     wrong = [difference for told in room.told.values() for difference in _differences(digests, room, found, told)]

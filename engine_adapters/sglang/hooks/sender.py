@@ -93,6 +93,7 @@ class Chunks:
             self._here.rooms.queued(room, pages, self._here.pools.bytes_of(pages))
             if chunk.is_last_chunk and self._here.digests is not None:
                 room.sealed = self._here.digests.sealed(room.source)
+                self._here.rooms.tell_digests(room)
         self._put(chunk)
         self._puts += 1
 
@@ -159,7 +160,6 @@ class Chunks:
         self._here.gate.post(held.ticket)
         if held.chunk.is_last_chunk:
             self._here.rooms.apply(held.room, Writer.sent_all)
-            self._here.rooms.tell_digests(held.room)
         return True
 
     def _granted(self, held: _Held) -> bool:
