@@ -19,8 +19,10 @@ from dsv4ctl.controlplane.scheduler.fleet import Fleet
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Telemetry
 
-#: Seconds to connect to an engine, which is on this host. No total time-out: the room's deadlines end everything.
-CONNECT_TIMEOUT = 2.0
+#: Seconds to connect to an engine. It is on this host and refuses at once if it is gone: this is no verdict on it, and
+#: a wave of requests on a busy machine keeps this loop from its own sockets for seconds. No total time-out: the
+#: room's deadlines end everything.
+CONNECT_TIMEOUT = 30.0
 #: Seconds that an idle connection to an engine may be used again: SGLang's server closes its own after 5, and a request
 #: that is being written then is lost.
 KEEPALIVE = 2.0

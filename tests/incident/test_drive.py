@@ -166,7 +166,7 @@ async def test_a_crowd_comes_once_the_pool_is_full_and_again_until_a_room_gave_w
     (row,) = (row for row in storm_rows() if row.must_retract)
     turns = {(session, 0): Turn(session, 0, (session, 0), 300 if session < 2 else 3) for session in range(5)}
     played = Crowded()
-    with anyio.fail_after(10):
+    with anyio.fail_after(60):
         measured = await drive.run_row(cast(Running, played), row, turns, lambda round_: (), lambda: None)
     assert played.met == [2, 2]
     assert (measured.retractions, len(measured.asked)) == (1, 10)
