@@ -14,7 +14,6 @@ from __future__ import annotations
 import argparse
 import gc
 import itertools
-import json
 import queue
 import random
 import resource
@@ -24,6 +23,8 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+
+from figures import show
 
 from dsv4ctl.controlplane.trace.check import check
 from dsv4ctl.controlplane.trace.file import TraceFile, Writer
@@ -201,11 +202,7 @@ def main() -> None:
         figures |= check_speed(given.events)
     if given.only != "check":
         figures |= cost()
-    if given.json:
-        print(json.dumps(figures))
-        return
-    for name, value in figures.items():
-        print(f"{name:28} {value}")
+    show(figures, as_json=given.json)
 
 
 if __name__ == "__main__":

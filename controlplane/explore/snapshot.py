@@ -9,8 +9,11 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Mapping
+from copy import copy
 from enum import Enum
 from typing import Any
+
+import msgspec
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger
 from dsv4ctl.controlplane.tickets.types import Extent
@@ -148,22 +151,26 @@ def _shared(thing: Any, made: dict[int, Any]) -> Any:
 
 
 def _copier_of(thing: Any, kind: type) -> _Copier:
-    """Enum members, frozen sets and named tuples are values; everything else is an object with fields."""
-    if isinstance(thing, (Enum, frozenset, tuple)):
+    """Enum members, frozen sets, tuples and extents are values; everything else is an object with fields."""
+    if isinstance(thing, (Enum, frozenset, tuple, Extent)):
         return _shared
     slots = () if hasattr(thing, "__dict__") else fields_of(kind)
-    new: Callable[[type], Any] = object.__new__
+    blank: Callable[[Any], Any] = copy if isinstance(thing, msgspec.Struct) else _blank
 
     def copy_object(thing: Any, made: dict[int, Any]) -> Any:
         known = made.get(id(thing))
         if known is not None:
             return known
-        known = made[id(thing)] = new(kind)
+        known = made[id(thing)] = blank(thing)
         for name, value in [(slot, getattr(thing, slot)) for slot in slots] if slots else thing.__dict__.items():
             setattr(known, name, value if type(value) in _PLAIN else _copy(value, made))
         return known
 
     return copy_object
+
+
+def _blank(thing: Any) -> Any:
+    return object.__new__(type(thing))
 
 
 _Copier = Callable[[Any, dict[int, Any]], Any]

@@ -10,55 +10,52 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
+import msgspec
+from msgspec.structs import replace
+
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 _FREE, _OWNED, _RETIRING, _QUARANTINED = range(4)
 
 PENDING, GRANTED, REVOKING = TicketState.PENDING, TicketState.GRANTED, TicketState.REVOKING
 RELEASED, REVOKED = TicketState.RELEASED, TicketState.REVOKED
-FORWARD = LoadKind.FORWARD
+FORWARD, LOAD = LoadKind.FORWARD, Consumer.LOAD
 
 
 class LedgerError(Exception):
     """The call would break an invariant, or names something that is not so; nothing was changed."""
 
 
-class Ticket:
+class Ticket(msgspec.Struct, eq=False):
     """The right of one consumer to read its extents. Only the ledger changes it.
 
     `readable` is the grant: the first so many layers may be read. `waker`, if set, is called at each change.
     """
 
-    __slots__ = ("consumer", "extents", "holds", "left", "loads", "posted", "readable", "room", "state", "waker")
-
-    def __init__(self, consumer: Consumer, room: Any, holds: bool) -> None:
-        self.consumer = consumer
-        self.holds = holds  #: its pages are not reused before it ends; False: a guard is off
-        self.room = room
-        self.extents: tuple[Extent, ...] = ()
-        self.loads: tuple[Load, ...] = ()  #: open loads that fill pages of this ticket
-        self.posted = 0  #: reads posted and not completed: the ticket outlives its scope until they end
-        self.left = False  #: released while reads were posted
-        self.readable = 0
-        self.state = PENDING
-        self.waker: Callable[[], None] | None = None
+    consumer: Consumer
+    room: Any
+    holds: bool  #: its pages are not reused before it ends; False: a guard is off
+    extents: tuple[Extent, ...]
+    loads: tuple[Load, ...]  #: open loads that fill pages of this ticket
+    readable: int = 0
+    state: TicketState = PENDING
+    posted: int = 0  #: reads posted and not completed: the ticket outlives its scope until they end
+    left: bool = False  #: released while reads were posted
+    waker: Callable[[], None] | None = None
 
 
-class Load:
+class Load(msgspec.Struct, eq=False):
     """An asynchronous write that fills pages layer by layer, and the lease under which it writes."""
 
-    __slots__ = ("extents", "failed", "kind", "landed", "open", "room", "verified", "verify", "waiters")
-
-    def __init__(self, kind: LoadKind, room: Any, verify: bool) -> None:
-        self.kind = kind
-        self.room = room
-        self.verify = verify  #: only `checksum` may read a layer before its digests matched
-        self.extents: tuple[Extent, ...] = ()
-        self.landed = 0  #: watermark: layers landed
-        self.verified = 0  #: watermark: layers whose digests matched
-        self.open = True  #: the writer may still write
-        self.failed = False
-        self.waiters: set[Ticket] = set()
+    kind: LoadKind
+    room: Any
+    verify: bool  #: only `checksum` may read a layer before its digests matched
+    extents: tuple[Extent, ...] = ()
+    landed: int = 0  #: watermark: layers landed
+    verified: int = 0  #: watermark: layers whose digests matched
+    open: bool = True  #: the writer may still write
+    failed: bool = False
+    waiters: set[Ticket] = msgspec.field(default_factory=set)
 
     def readable(self, consumer: Consumer) -> int:
         return self.verified if self.verify and consumer is not Consumer.CHECKSUM else self.landed
@@ -101,10 +98,14 @@ class Ledger:
     def __init__(self, spaces: Mapping[str, SpaceSpec], layers: int) -> None:
         self.layers = layers
         self.refused = 0
-        self.tickets = 0  #: live: pending, granted or revoking
         self.loads: set[Load] = set()
         self._spaces = {name: _Space(name, spec) for name, spec in spaces.items()}
         self._by_room: dict[Any, set[Ticket]] = {}
+
+    @property
+    def tickets(self) -> int:
+        """Live ones: pending, granted or revoking."""
+        return sum(map(len, self._by_room.values()))
 
     # ---- pages -------------------------------------------------------------------------------------
 
@@ -186,7 +187,9 @@ class Ledger:
         written, or lies where this kind does not write: only a backup writes to the host.
         """
         for extent in extents:
-            space = self._side(extent.space, kind is LoadKind.BACKUP, kind.value, "writes")
+            space = self._space(extent.space)
+            if space.on_host is not (kind is LoadKind.BACKUP):
+                self._refuse_side(space, kind, "writes")
             for page, generation in zip(extent.pages, extent.generations, strict=True):
                 if space.state[page] != _OWNED or space.generation[page] != generation:
                     self._refuse_stale(space, page, generation)
@@ -268,16 +271,20 @@ class Ledger:
 
     # ---- readers -----------------------------------------------------------------------------------
 
-    def request(self, consumer: Consumer, extents: Sequence[Extent], *, room: Any = None, holds: bool = True) -> Ticket:
+    def request(self, consumer: Consumer, extents: Sequence[Extent], room: Any = None, holds: bool = True) -> Ticket:
         """A ticket on the extents: granted at once if all landed, else pending behind the loads that fill them.
 
         Raises LedgerError if a page is not owned at the named generation, a pool of it neither holds nor awaits
         bytes (S7: a group is used whole or not at all), or it lies where the consumer does not read: only `load`
         reads from the host.
         """
-        ticket = Ticket(consumer, room, holds)
-        self._join(ticket, extents)
-        self.tickets += 1
+        extents = tuple(extents)
+        loads = self._join(consumer, extents, holds)
+        if loads:
+            ticket = Ticket(consumer, room, holds, extents, loads)
+            self._wait(ticket)
+        else:
+            ticket = Ticket(consumer, room, holds, extents, (), self.layers, GRANTED)
         tickets = self._by_room.get(room)
         if tickets is None:
             self._by_room[room] = {ticket}
@@ -289,7 +296,9 @@ class Ledger:
         """More pages join a live ticket; its grant shrinks to what may be read of all of them."""
         if ticket.state is not PENDING and ticket.state is not GRANTED:
             self._refuse(f"a {ticket.state.value} ticket may not be extended")
-        self._join(ticket, extents)
+        ticket.loads = self._join(ticket.consumer, extents, ticket.holds, ticket.loads)
+        ticket.extents += tuple(extents)
+        self._wait(ticket)
 
     def trim(self, ticket: Ticket, space: str, pages: Iterable[int]) -> None:
         """Pages leave a live ticket (the window moved on).
@@ -302,17 +311,16 @@ class Ledger:
         gone = set(pages)
         if not gone <= {page for extent in ticket.extents if extent.space == space for page in extent.pages}:
             self._refuse(f"a ticket is trimmed by pages of {space} that it does not hold")
-        found, kept = self._space(space), []
+        kept = []
         for extent in ticket.extents:
             if extent.space != space:
                 kept.append(extent)
                 continue
-            stay = [i for i, page in enumerate(extent.pages) if page not in gone]
             if ticket.holds:
-                self._leave(found, [page for page in extent.pages if page in gone])
-            if stay:
-                pages_kept = tuple(extent.pages[i] for i in stay)
-                kept.append(extent._replace(pages=pages_kept, generations=tuple(extent.generations[i] for i in stay)))
+                self._leave([_part(extent, lambda page: page in gone)])
+            stays = _part(extent, lambda page: page not in gone)
+            if stays.pages:
+                kept.append(stays)
         ticket.extents = tuple(kept)
 
     def post(self, ticket: Ticket, *, guarded: bool = True) -> None:
@@ -338,14 +346,15 @@ class Ledger:
 
         Raises LedgerError on a second release.
         """
-        self._check_live(ticket)
+        if ticket.state is not GRANTED:
+            self._check_live(ticket)
+        if not ticket.posted:
+            self._drop(ticket, RELEASED)
+            return
         if ticket.left:
             self._refuse("a ticket is released twice while its reads are in flight")
-        if ticket.posted:
-            ticket.left = True
-            ticket.state = REVOKING
-            return
-        self._drop(ticket, RELEASED)
+        ticket.left = True
+        ticket.state = REVOKING
 
     def revoke(self, room: Any) -> list[Ticket]:
         """The room is aborted: its pending tickets end, its granted ones hold on until released."""
@@ -373,13 +382,10 @@ class Ledger:
             self._refuse(f"there is no space {name}, only {', '.join(self._spaces)}")
         return found
 
-    def _side(self, name: str, on_host: bool, who: str, does: str) -> _Space:
-        """The space; refused if it is of the other side: a page number means nothing without its space."""
-        found = self._spaces.get(name) or self._space(name)
-        if found.on_host is not on_host:
-            sides = ("host", "device") if on_host else ("device", "host")
-            self._refuse(f"{who} {does} {sides[0]} pages, and {name} is a space of the {sides[1]}")
-        return found
+    def _refuse_side(self, space: _Space, who: Consumer | LoadKind, does: str) -> NoReturn:
+        """A page number means nothing without its space."""
+        here, there = ("host", "device") if space.on_host else ("device", "host")
+        self._refuse(f"{who.value} {does} {there} pages, and {space.name} is a space of the {here}")
 
     def _check_exist(self, space: _Space, pages: Sequence[int]) -> None:
         if pages and not 0 <= min(pages) <= max(pages) < len(space.state):
@@ -434,19 +440,23 @@ class Ledger:
             space.filled[page] = space.filling[page]
         self._retire(space, page)
 
-    def _join(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
-        loads, consumer = ticket.loads, ticket.consumer
-        reads_host = consumer is Consumer.LOAD
-        for name, pages, generations, pools in extents:
-            space = self._side(name, reads_host, consumer.value, "reads")
-            mask = space.masks.get(pools) or space.mask(pools)
-            state, current, filled, writers = space.state, space.generation, space.filled, space.load
-            for page, generation in zip(pages, generations):  # noqa: B905 - of one length: `extent` made them
-                if state[page] != _OWNED or current[page] != generation:
+    def _join(
+        self, consumer: Consumer, extents: Sequence[Extent], holds: bool, loads: tuple[Load, ...] = ()
+    ) -> tuple[Load, ...]:
+        """The pages get one more reader, if it may read every one. Returns `loads` and those that fill the pages."""
+        for extent in extents:
+            space = self._spaces.get(extent.space) or self._space(extent.space)
+            if space.on_host is not (consumer is LOAD):
+                self._refuse_side(space, consumer, "reads")
+            mask = space.masks.get(extent.pools) or space.mask(extent.pools)
+            generations = iter(extent.generations)
+            for page in extent.pages:
+                generation = next(generations)
+                if space.state[page] != _OWNED or space.generation[page] != generation:
                     self._refuse_stale(space, page, generation)
-                load = writers[page]
+                load = space.load[page]
                 if load is None:
-                    covered = filled[page]
+                    covered = space.filled[page]
                 elif load.failed or load.kind is FORWARD:
                     covered = 0
                 else:
@@ -454,17 +464,18 @@ class Ledger:
                     if load not in loads:
                         loads = (*loads, load)
                 if mask & ~covered:
-                    self._refuse(f"{name} page {page}: not every asked pool is filled or loading")
-        if ticket.holds:
-            self._hold(extents)
-        ticket.extents += tuple(extents)
-        if loads:
-            ticket.loads = loads
-            for load in loads:
-                load.waiters.add(ticket)
-            self._grant(ticket)
-        else:
-            ticket.readable, ticket.state = self.layers, GRANTED
+                    self._refuse(f"{space.name} page {page}: not every asked pool is filled or loading")
+        if holds:
+            for extent in extents:
+                readers = self._spaces[extent.space].readers
+                for page in extent.pages:
+                    readers[page] += 1
+        return loads
+
+    def _wait(self, ticket: Ticket) -> None:
+        for load in ticket.loads:
+            load.waiters.add(ticket)
+        self._grant(ticket)
 
     def _regrant(self, load: Load) -> list[Ticket]:
         return [ticket for ticket in load.waiters if self._grant(ticket)]
@@ -494,37 +505,36 @@ class Ledger:
     def _drop(self, ticket: Ticket, state: TicketState) -> None:
         ticket.state = state
         ticket.readable = 0
-        self._let_go(ticket)
-        for load in ticket.loads:
-            load.waiters.discard(ticket)
-        ticket.loads = ()
+        if ticket.holds:
+            self._leave(ticket.extents)
+        if ticket.loads:
+            for load in ticket.loads:
+                load.waiters.discard(ticket)
+            ticket.loads = ()
         tickets = self._by_room[ticket.room]
         tickets.discard(ticket)
         if not tickets:
             del self._by_room[ticket.room]
-        self.tickets -= 1
 
-    def _hold(self, extents: Sequence[Extent]) -> None:
-        for name, pages, _, _ in extents:
-            readers = self._spaces[name].readers
-            for page in pages:
-                readers[page] += 1
-
-    def _let_go(self, ticket: Ticket) -> None:
-        if ticket.holds:
-            ticket.holds = False
-            for name, pages, _, _ in ticket.extents:
-                self._leave(self._spaces[name], pages)
+    def _leave(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            space = self._spaces[extent.space]
+            for page in extent.pages:
+                space.readers[page] -= 1
+                if space.state[page] >= _RETIRING:
+                    self._retire(space, page)
 
     def _forget_load(self, space: _Space, page: int) -> None:
         load, space.load[page] = space.load[page], None
         if load is not None:
             for ticket in load.waiters:
-                self._let_go(ticket)
+                if ticket.holds:
+                    ticket.holds = False
+                    self._leave(ticket.extents)
 
-    def _leave(self, space: _Space, pages: Iterable[int]) -> None:
-        readers, state = space.readers, space.state
-        for page in pages:
-            readers[page] -= 1
-            if state[page] >= _RETIRING:
-                self._retire(space, page)
+
+def _part(extent: Extent, wanted: Callable[[int], bool]) -> Extent:
+    """The pages of it that are wanted, with their generations."""
+    at = [i for i, page in enumerate(extent.pages) if wanted(page)]
+    pages, generations = (tuple(column[i] for i in at) for column in (extent.pages, extent.generations))
+    return replace(extent, pages=pages, generations=generations)

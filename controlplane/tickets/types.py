@@ -5,6 +5,8 @@ from __future__ import annotations
 from enum import Enum
 from typing import NamedTuple
 
+import msgspec
+
 #: What the name of a space on the host begins with: `host.full` holds copies of pages of `full`.
 HOST = "host."
 
@@ -83,7 +85,7 @@ class SpaceSpec(NamedTuple):
     pools: tuple[str, ...]
 
 
-class Extent(NamedTuple):
+class Extent(msgspec.Struct, frozen=True, gc=False):
     """Pages of one space at the generations they had when the extent was made, and which pools are meant.
 
     A page number belongs to a space (`full`, `swa`, `state`, or a host mirror `host.full`, ...). An extent covers

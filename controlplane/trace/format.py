@@ -129,7 +129,7 @@ def _fitting(events: list[TraceEvent]) -> list[TraceEvent]:
         extents = _extents(event)
         if id(extents) not in seen:
             seen.add(id(extents))
-            pages += sum(len(extent[1]) for extent in extents)
+            pages += sum(len(_pages(extent)) for extent in extents)
         if number and pages > FRAME_PAGES:
             return events[:number]
     return events[:FRAME_EVENTS]
@@ -183,8 +183,11 @@ def _event(event: TraceEvent, number: Callable[[tuple[Any, ...]], int]) -> Event
 
 
 def _extent(where: Any) -> Extent:
-    """Of a ledger's extent (space, pages, generations, pools), or a pair (space, pages)."""
-    space, pages, *rest = where
-    if not rest:
-        return Extent(space, tuple(pages))
-    return Extent(space, tuple(pages), tuple(rest[0]), tuple(sorted(rest[1])))
+    """Of a ledger's extent, or a pair (space, pages)."""
+    if isinstance(where, tuple):
+        return Extent(where[0], tuple(where[1]))
+    return Extent(where.space, where.pages, where.generations, tuple(sorted(where.pools)))
+
+
+def _pages(where: Any) -> tuple[int, ...]:
+    return where[1] if isinstance(where, tuple) else where.pages  # type: ignore[no-any-return]

@@ -63,9 +63,9 @@ def _recorder(append: Callable[[tuple[Any, ...]], None], clock_ns: Callable[[], 
 
     `append` and `copy` of a deque, and the next number of a count, are atomic.
     """
-    number, thread = itertools.count().__next__, threading.get_ident
+    numbers, thread = itertools.count(), threading.get_ident
 
     def record(kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0) -> None:
-        append((number(), clock_ns(), thread(), kind, room, who, subject, where, note))
+        append((next(numbers), clock_ns(), thread(), kind, room, who, subject, where, note))
 
     return record

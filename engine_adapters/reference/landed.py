@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import numpy as np
+from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.types import Extent
 from dsv4ctl.engine_adapters.reference.digests import PageDigests, digest_pages
@@ -56,7 +57,7 @@ def split(extents: tuple[Extent, ...], destination: Destination) -> tuple[list[E
             ]
             if held:
                 pages, generations = zip(*held, strict=True)
-                part.append(extent._replace(pages=pages, generations=generations))
+                part.append(replace(extent, pages=pages, generations=generations))
     return before, tail
 
 

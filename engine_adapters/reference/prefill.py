@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from typing import Protocol
 
+from msgspec.structs import replace
+
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Extent, LoadKind
@@ -149,7 +151,7 @@ class Prefill:
             (target,) = load.extents
             pieces.append(Piece(load, host[space], target, tuple(nodes)))
             for node, page, generation in zip(nodes, target.pages, target.generations, strict=True):
-                node.device[space] = target._replace(pages=(page,), generations=(generation,))
+                node.device[space] = replace(target, pages=(page,), generations=(generation,))
         loaded = tuple({id(node): node for piece in pieces for node in piece.nodes}.values())
         return LoadJob(ticket, tuple(pieces), loaded, sequence.key, verdict(sequence.opening) is not Verdict.NONE)
 
@@ -167,9 +169,9 @@ class Prefill:
             return
         last = sequence.path[-1].device
         full = _merged([node.device["full"] for node in sequence.path])
-        attention = full._replace(pools=frozenset(ATTENTION_POOLS))
+        attention = replace(full, pools=frozenset(ATTENTION_POOLS))
         sequence.join(Consumer.ATTENTION, [attention, last["swa"]])
-        sequence.join(Consumer.INDEXER, [full._replace(pools=frozenset(INDEXER_POOLS))])
+        sequence.join(Consumer.INDEXER, [replace(full, pools=frozenset(INDEXER_POOLS))])
         sequence.join(Consumer.COMPRESSOR, [last["state"]])
 
     # ---- chunks --------------------------------------------------------------------------------------

@@ -126,7 +126,11 @@ def _walked(plan: str, seen_as: set[str]) -> tuple[Any, list[tuple[Any, Event, A
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(snapshot, "UNREAD", UNREAD - seen_as)
         if "generation" in seen_as:
-            patch.setattr(snapshot._Image, "_extent", lambda self, extent: (*extent[:3], *sorted(extent.pools)))
+            patch.setattr(
+                snapshot._Image,
+                "_extent",
+                lambda self, extent: (extent.space, extent.pages, extent.generations, *sorted(extent.pools)),
+            )
         explored, steps = world(PLANS[plan]), []
         seen = {explored.initial()}
         todo = list(seen)

@@ -12,6 +12,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
+from msgspec.structs import replace
+
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError
 from dsv4ctl.controlplane.link.wire import LoopStatus, OpenRoom, Progress, Role, ToControlPlane, ToRank
 from dsv4ctl.controlplane.rooms.effects import Refusal
@@ -294,7 +296,8 @@ class Rank:
         """A ticket on the pages called `of`, as they were when they were taken; `pages` counts from the first."""
         place = self.places[of]
         extents = [
-            extent._replace(
+            replace(
+                extent,
                 pages=extent.pages[: int(pages or len(extent.pages))],
                 generations=extent.generations[: int(pages or len(extent.pages))],
                 pools=frozenset(pools.split(",")) if pools else extent.pools,

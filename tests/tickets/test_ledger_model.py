@@ -12,6 +12,7 @@ import pytest
 from hypothesis import HealthCheck, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
+from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError, Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
@@ -89,7 +90,7 @@ class LedgerMachine(RuleBasedStateMachine):
         pools = self.random.choice([POOLS, POOLS, POOLS, ("a",), ("b",)])
         extent = self.ledger.extent("full", self.some_pages(fits), pools)
         if self.reckless():
-            extent = extent._replace(generations=tuple(generation - 1 for generation in extent.generations))
+            extent = replace(extent, generations=tuple(generation - 1 for generation in extent.generations))
         return extent if extent.pages else None
 
     # ---- the model's own opinion ---------------------------------------------------------------------
