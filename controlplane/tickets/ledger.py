@@ -43,6 +43,9 @@ class Ticket(msgspec.Struct, eq=False):
     left: bool = False  #: released while reads were posted
     waker: Callable[[], None] | None = None
 
+    # That of a struct shows every field, and tickets and loads lead to each other.
+    __repr__ = object.__repr__
+
 
 class Load(msgspec.Struct, eq=False):
     """An asynchronous write that fills pages layer by layer, and the lease under which it writes."""
@@ -56,6 +59,8 @@ class Load(msgspec.Struct, eq=False):
     open: bool = True  #: the writer may still write
     failed: bool = False
     waiters: set[Ticket] = msgspec.field(default_factory=set)
+
+    __repr__ = object.__repr__
 
     def readable(self, consumer: Consumer) -> int:
         return self.verified if self.verify and consumer is not Consumer.CHECKSUM else self.landed
