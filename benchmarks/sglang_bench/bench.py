@@ -29,6 +29,7 @@ class Bench:
         self.gpu = gpu
         self._steps = steps.GROUPS[group].steps
         self._only = only
+        results.begin([step for step in self._steps if not only or step in only])
         self._done = {name for name, step in results.found("steps").items() if step["outcome"] == "done"}
         self._started: list[Server | Deployment | Copies] = []
         self.http: aiohttp.ClientSession

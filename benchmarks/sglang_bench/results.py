@@ -5,7 +5,8 @@ from __future__ import annotations
 import fcntl
 import json
 import statistics
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -24,12 +25,27 @@ class Results:
         known: dict[str, Any] = json.loads(self._path.read_text()).get(key, {})
         return known
 
+    def begin(self, steps: Collection[str]) -> None:
+        """Forgets what an earlier run found in these steps, unless this one resumes it."""
+        if self._resume:
+            return
+        with self._changed() as known:
+            for name in steps:
+                known.get("steps", {}).pop(name, None)
+                for key in [key for key in known if key == name or key.startswith(f"{name}.")]:
+                    del known[key]
+
     def put(self, key: str, **values: Any) -> None:
         """Adds `values` to what is known under `key`."""
+        with self._changed() as known:
+            known.setdefault(key, {}).update(values)
+
+    @contextmanager
+    def _changed(self) -> Iterator[dict[str, Any]]:
         with self._path.with_suffix(".lock").open("w") as lock:
             fcntl.flock(lock, fcntl.LOCK_EX)
             known: dict[str, Any] = json.loads(self._path.read_text()) if self._path.exists() else {}
-            known.setdefault(key, {}).update(values)
+            yield known
             part = self._path.with_suffix(".part")
             part.write_text(json.dumps(known, indent=1, sort_keys=True) + "\n")
             part.replace(self._path)

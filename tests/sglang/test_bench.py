@@ -68,6 +68,18 @@ def test_an_earlier_call_counts_only_for_one_that_resumes_it(tmp_path: Path) -> 
     assert Results(file, resume=True).found("steps") == {"lengths": {"outcome": "done"}}
 
 
+def test_a_run_that_resumes_nothing_forgets_what_its_steps_found_before(tmp_path: Path) -> None:
+    file = tmp_path / "results.json"
+    for key in ("s1.lengths.hooks_on", "s1.lengthsome", "tp.aborts.on"):
+        Results(file).put(key, waves=[1])
+    Results(file).put("steps", **{"s1.lengths": 1, "drain": 1})
+    before = json.loads(file.read_text())
+    Results(file, resume=True).begin(["s1.lengths", "tp.aborts.on"])
+    assert json.loads(file.read_text()) == before
+    Results(file).begin(["s1.lengths", "tp.aborts.on"])
+    assert json.loads(file.read_text()) == {"s1.lengthsome": {"waves": [1]}, "steps": {"drain": 1}}
+
+
 def test_every_call_fits_in_ten_minutes_with_time_to_spare() -> None:
     assert {group for call in CALLS for group, _ in call} == set(GROUPS)
     for name, group in GROUPS.items():
