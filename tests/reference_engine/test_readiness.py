@@ -6,6 +6,7 @@ from collections import Counter
 
 import pytest
 import torch
+from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, Guard, LoadKind, SpaceSpec
@@ -105,7 +106,7 @@ def test_another_layer_or_space_grants_nothing() -> None:
     assert landing is not None
     words.release(0, extent((4, 7)))  # has no index keys
     words.release(2, extent((4, 7)))
-    words.release(LAYER, extent((4, 7))._replace(space="swa"))
+    words.release(LAYER, replace(extent((4, 7)), space="swa"))
     assert landing.words[:, 4].tolist() == [0, 8, 0]
 
 
