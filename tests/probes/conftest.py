@@ -2,12 +2,4 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-
-import pytest
-
-from deliberate import DeliberateLoop
-
-
-def pytest_asyncio_loop_factories(config: pytest.Config, item: pytest.Item) -> dict[str, Callable[[], DeliberateLoop]]:
-    return {"deliberate": DeliberateLoop}
+from deliberate import pytest_asyncio_loop_factories  # noqa: F401 - a hook

@@ -30,3 +30,8 @@ class DeliberateLoop(asyncio.SelectorEventLoop):
 
     def time(self) -> float:
         return self._waits.passed
+
+
+def pytest_asyncio_loop_factories() -> dict[str, type[DeliberateLoop]]:
+    """For the conftest.py of tests all of whose parties live in their process."""
+    return {"deliberate": DeliberateLoop}
