@@ -130,11 +130,14 @@ async def test_what_was_under_way_when_the_ranks_parted_is_stuck() -> None:
 
 
 class Crowded(Played):
-    """Two growing requests fill the decode pool, and end once others came; at the second visit a room gives way."""
+    """Two growing requests fill the decode pool, as the next look at it shows, and end once others came.
+
+    At the second visit a room gives way.
+    """
 
     def __init__(self) -> None:
         super().__init__()
-        self.growing = self.visits = 0
+        self.entering = self.growing = self.visits = 0
         self.met: list[int] = []  #: growing requests that the first of the others met, by visit
         self.came = anyio.Event()
 
@@ -144,15 +147,16 @@ class Crowded(Played):
                 self.met.append(self.growing)
                 self.came.set()
             return await super().generate(prompt, new_tokens, request_id)
-        if not self.growing:
+        if not self.entering + self.growing:
             self.visits += 1
             self.came = anyio.Event()
-        self.growing += 1
+        self.entering += 1
         await self.came.wait()
         self.growing -= 1
         return await super().generate(prompt, new_tokens, request_id)
 
     async def engine_infos(self) -> list[dict[str, Any]]:
+        self.growing, self.entering = self.growing + self.entering, 0
         none = {state: {"full": 0} for state in ("owned", "retiring", "quarantined", "leased")}
         counted = {"host_tokens_loaded": 0, "retractions": int(self.visits == 2)}
         prefill, decode = ({"free": {"full": free}, **none} for free in (8, 8 - 4 * self.growing))
