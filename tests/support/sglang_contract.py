@@ -7,6 +7,7 @@ hold in the first and, but for the few that need hooks to run at all, to fail in
 from __future__ import annotations
 
 import contextlib
+import inspect
 import json
 import queue
 import sys
@@ -17,6 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 import triton  # noqa: F401 - before SGLang: it finds the installed one
@@ -29,6 +31,7 @@ warnings.simplefilter("ignore")
 import sglang.srt.managers.scheduler as sglang_scheduler  # noqa: E402
 from sglang.srt.disaggregation import decode, utils  # noqa: E402
 from sglang.srt.disaggregation.base import KVPoll  # noqa: E402
+from sglang.srt.disaggregation.common.utils import FastQueue  # noqa: E402
 from sglang.srt.disaggregation.nixl import conn  # noqa: E402
 from sglang.srt.managers.io_struct import (  # noqa: E402
     AbortReq,
@@ -47,7 +50,7 @@ from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, life, rooms_prefill,
 from dsv4ctl.engine_adapters.sglang.loads import Copy  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer  # noqa: E402
 from dsv4ctl.engine_adapters.sglang.releases import hooks_of  # noqa: E402
-from sglang_world import LAYERS, PAGE, PEER, Manager, Queue, World, chunk, tokens  # noqa: E402
+from sglang_world import LAYERS, PAGE, PEER, STATE_TYPES, Manager, Queue, World, chunk, tokens  # noqa: E402
 
 CHECKS: dict[str, Callable[[bool], None]] = {}
 #: Checks that have no meaning without hooks.
@@ -761,6 +764,25 @@ def foreign_metadata_is_a_verdict_before_the_commit(hooked: bool) -> None:
     assert made.rank.counters["metadata_mismatches"] == 1
 
 
+@check
+def writers_are_told_where_each_space_lands(hooked: bool) -> None:
+    made = world(Role.DECODE, hooked)
+    key = made.open()
+    manager = Manager()
+    manager.__dict__.update(enable_staging=False, transfer_statuses={7: SimpleNamespace(expects_state=False)})
+    receiver = object.__new__(conn.NixlKVReceiver)
+    receiver.__dict__.update(kv_mgr=manager, bootstrap_room=7, bootstrap_addr="host:1", bootstrap_infos=[])
+    pages = [np.array(numbers, dtype=np.int32) for numbers in ([5, 6], [8, 9], [2])]
+    receiver.send_metadata(pages[0], 3, pages[1:], decode_prefix_len=0)
+    room = made.rank.rooms.find(7)
+    assert room is not None
+    assert room.destination == LANDING
+    assert room.exposed
+    made.abort(key)
+    assert receiver.send_metadata(pages[0], 3, pages[1:], decode_prefix_len=0) is None
+    assert manager.request_status[7] == KVPoll.Failed, "an aborted room is not exposed again"
+
+
 @alone
 def good_room_is_committed(_: bool) -> None:
     made = world(Role.DECODE, True)
@@ -1005,6 +1027,31 @@ def room_knows_its_bytes_by_pool(hooked: bool) -> None:
     assert [told.get(name) for name in item] == [3 * 2 * item["c4_kv"], 3 * 2 * item["index_k"], 3 * item["c128_kv"]]
     assert set(told) == {*item, "swa_kv", "c4_state", "index_state", "c128_state"}
     assert told["swa_kv"] == 2 * LAYERS * pool.get_state_buf_infos()[2][0], "the window goes with the last chunk"
+
+
+@alone
+def chunk_of_sglang_says_all_that_is_sent_for_it(_: bool) -> None:
+    made = World(Role.PREFILL, (), "read")
+    made.compute(3, 4)
+    made.open()
+    room, fast = made.rank.rooms.find(7), FastQueue()
+    manager = object.__new__(conn.NixlKVManager)
+    manager.__dict__.update(
+        disaggregation_mode=utils.DisaggregationMode.PREFILL,
+        enable_staging=False,
+        transfer_queues=[fast],
+        transfer_infos={7: {"agent": SimpleNamespace(dst_port=0)}},
+        kv_args=SimpleNamespace(state_types=STATE_TYPES),
+    )
+    chunks = sender.Chunks(fast, manager, made.rank)
+    more = {"chunk_id": 0} if "chunk_id" in inspect.signature(manager.add_transfer_request).parameters else {}
+    full, *states = (np.array(pages, dtype=np.int32) for pages in ([3, 4], [4], [1]))
+    manager.add_transfer_request(7, full, slice(0, 2), True, aux_index=0, state_indices=states, **more)
+    assert chunks.get().room == 7
+    assert room is not None
+    assert room.source == {"full": (3, 4), "swa": (4,), "state": (1,)}
+    assert room.sealed is not None
+    assert room.sealed.get().tolist() == made.rank.digests.landed([room.source])[0].get().tolist()
 
 
 @alone
