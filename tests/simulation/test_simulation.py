@@ -13,7 +13,7 @@ import pytest
 
 from simulation.__main__ import find, main
 from simulation.mutants import MUTANTS, Mutant, seeded
-from simulation.plan import HARSH, MILD, Plan, small
+from simulation.plan import HARSH, MILD, Client, Deployment, Fault, Plan, small
 from simulation.shrink import shrink
 from simulation.world import Found, Violation, simulate
 
@@ -42,6 +42,16 @@ def test_a_fresh_seed_holds(seed: int) -> None:
 def test_what_failed_once_holds(path: Path) -> None:
     found = simulate(msgspec.json.decode(path.read_bytes(), type=Plan))
     assert not found.violations, _told(found)
+
+
+def test_a_machine_that_is_suspended_while_rooms_are_aborted_costs_no_engine() -> None:
+    """The acks wait in the sockets while every deadline passes: they are read before anybody is fenced."""
+    clients = tuple(Client(number, 2.0 + number / 100, pages=2, tokens=40, stream=True) for number in range(12))
+    faults = (Fault("abort_wave", 2.5, amount=0.9), Fault("clock_jump", 2.5004, seconds=10.0))
+    found = simulate(Plan(0, Deployment(2, 2, ranks=1, pages=40), 4.0, clients, faults))
+    assert not found.violations, _told(found)
+    assert found.events["room.aborted"] > 5
+    assert found.events["engine.restarting"] == 0
 
 
 @pytest.mark.parametrize("mutant", MUTANTS, ids=lambda mutant: mutant.fault)

@@ -26,13 +26,13 @@ def run_all(plans: Iterable[Plan], shrinking: bool = True) -> bool:
     """Prints each violation with the smallest plan that shows it, then the sum. Whether there was none."""
     clean = True
     seeds = faults = rooms = leaked = 0
-    slowest = simulated = wall = 0.0
+    slowest = simulated = cpu = 0.0
     answers: Counter[str] = Counter()
     for plan in plans:
         found = simulate(plan)
         seeds, faults, rooms = seeds + 1, faults + len(plan.faults), rooms + found.rooms
         leaked, slowest = leaked + found.leaked, max(slowest, found.slowest)
-        simulated, wall = simulated + found.simulated, wall + found.wall
+        simulated, cpu = simulated + found.simulated, cpu + found.cpu
         answers += found.answers
         if found.violations:
             clean = False
@@ -40,7 +40,7 @@ def run_all(plans: Iterable[Plan], shrinking: bool = True) -> bool:
     said = ", ".join(f"{count} {outcome}" for outcome, count in sorted(answers.items()))
     print(f"{seeds} runs, {rooms} rooms, {faults} faults, {leaked} leaked pages; clients: {said}")
     print(
-        f"slowest end of an abort: {slowest:.0%} of its deadline; {simulated / 3600:.2f} h in {wall:.1f} s: "
+        f"slowest end of an abort: {slowest:.0%} of its deadline; {simulated / 3600:.2f} h in {cpu:.1f} s of one core: "
         + ("no violation" if clean else "VIOLATED")
     )
     return clean

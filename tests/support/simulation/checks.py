@@ -173,7 +173,8 @@ class Checks:
             self._same_order([rank.agent.applied for rank in group.ranks], group.name)
 
     def _same_order(self, applied: list[list[RoomKey]], engine: str) -> None:
+        """Of an abort that one rank was told twice, the first time counts: the room is over the second time."""
         common = set.intersection(*map(set, applied)) if applied else set()
-        orders = {tuple(key for key in keys if key in common) for keys in applied}
+        orders = {tuple(key for key in dict.fromkeys(keys) if key in common) for keys in applied}
         if len(orders) > 1:
             self._violated("S4", f"{engine}: its ranks applied aborts in different orders")

@@ -9,7 +9,7 @@ import traceback
 from collections import Counter
 from collections.abc import Callable
 from random import Random
-from time import perf_counter
+from time import process_time
 from typing import Any, NamedTuple
 
 import anyio
@@ -61,7 +61,10 @@ class Violation(NamedTuple):
 
 
 class Found(NamedTuple):
-    """`slowest`: the largest share of its deadline that the end of an abort took. `digest`: of all that was said."""
+    """`slowest`: the largest share of its deadline that the end of an abort took. `digest`: of all that was said.
+
+    `simulated`: virtual seconds; `cpu`: seconds of one core that they cost.
+    """
 
     plan: Plan
     violations: list[Violation]
@@ -73,7 +76,7 @@ class Found(NamedTuple):
     slowest: float
     leaked: int
     simulated: float
-    wall: float
+    cpu: float
 
 
 class _Said(Telemetry):
@@ -111,7 +114,8 @@ class World:
         self._over = anyio.Event()
         self._plane_scope = anyio.CancelScope()
         self._last_code: int | None = None
-        self._stopping = self._crashed = False
+        self.stopping = False  #: the last drain has begun
+        self._crashed = False
 
     @property
     def up(self) -> bool:
@@ -178,7 +182,7 @@ class World:
 
     async def _control_plane(self) -> None:
         """One life after another: a restarted control plane begins with nothing, and its engines are gone."""
-        while not self._stopping:
+        while not self.stopping:
             with anyio.CancelScope() as self._plane_scope:
                 self.supervisor = Supervisor(
                     self.config, self._telemetry, "link", self.host, self.host.listen, self._random.getrandbits
@@ -218,7 +222,7 @@ class World:
             tasks.start_soon(self._rounds)
             tasks.start_soon(self._script, tasks)
             await self._over.wait()
-            self._stopping = True
+            self.stopping = True
             tasks.cancel_scope.cancel()
 
     async def _script(self, tasks: Any) -> None:
@@ -272,7 +276,7 @@ class World:
 
     async def _drains(self) -> None:
         """The last drain finds no room, and ends `start` with exit code 0 as soon as the engines have ended."""
-        self._stopping = True
+        self.stopping = True
         self.signal()
         with anyio.move_on_after(runner.STOP_GRACE + STOP_GRACE + SLACK):
             await until(lambda: not self.up)
@@ -288,10 +292,10 @@ class World:
     def _died(self, loop: asyncio.AbstractEventLoop, context: dict[str, Any]) -> None:
         self.violated("S8", f"{context.get('message')}: {context.get('exception')!r}")
 
-    def found(self, wall: float) -> Found:
+    def found(self, cpu: float) -> Found:
         return Found(
             self.plan, self.violations, self._story[-_STORY:], self._digest.hexdigest(), self.rooms, self.clients.told,
-            self.events, self.checks.slowest, self.leaked, self.now, wall,
+            self.events, self.checks.slowest, self.leaked, self.now, cpu,
         )  # fmt: skip
 
 
@@ -303,7 +307,7 @@ async def until(condition: Callable[[], bool]) -> None:
 
 def simulate(plan: Plan) -> Found:
     """Runs the plan. Whatever is raised inside is a violation too."""
-    began = perf_counter()
+    began = process_time()
     kept: list[World] = []
 
     async def main(loop: VirtualLoop) -> None:
@@ -317,7 +321,7 @@ def simulate(plan: Plan) -> Found:
         first = _first(error)
         kept[0].tell("".join(traceback.format_exception(first)))
         kept[0].violated("S8", repr(first))
-    return kept[0].found(perf_counter() - began)
+    return kept[0].found(process_time() - began)
 
 
 def _first(error: BaseException) -> BaseException:
