@@ -2,14 +2,16 @@
 
     python benchmarks/ledger.py [--json]
 
-Times are CPU time of the thread, the least of many short repeats that interleave what is compared: other work on the
-machine only ever adds. One ticket covers one landed page; the event trace is on, and its ring full.
+Times are CPU time of the thread, medians of many short repeats that interleave what is compared; `ratio_of_least` is
+that of the least of each, to which other work on the machine adds nothing. One ticket covers one landed page; the
+event trace is on, and its ring full.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import statistics
 import time
 import tracemalloc
 from collections.abc import Callable
@@ -73,10 +75,10 @@ def lock_pairs() -> float:
     return asyncio.run(run())
 
 
-def interleaved(subjects: list[Callable[[], float]]) -> list[float]:
-    """The least of each subject, measured turn by turn."""
+def interleaved(subjects: list[Callable[[], float]]) -> list[tuple[float, ...]]:
+    """What each subject took, measured turn by turn."""
     rounds = [[subject() for subject in subjects] for _ in range(REPEATS)]
-    return [min(column) for column in zip(*rounds, strict=True)]
+    return list(zip(*rounds, strict=True))
 
 
 def bytes_per_ticket(count: int = 50_000) -> float:
@@ -95,12 +97,14 @@ def bytes_per_ticket(count: int = 50_000) -> float:
 def measure() -> dict[str, object]:
     benches = {count: Bench() for count in LIVE}
     held = {count: bench.hold(count) for count, bench in benches.items()}
-    lock, *pairs = interleaved([lock_pairs, Bench().pairs, *(bench.pairs for bench in benches.values())])
+    taken = interleaved([lock_pairs, Bench().pairs, *(bench.pairs for bench in benches.values())])
+    lock, *pairs = map(statistics.median, taken)
     assert all(bench.gate.totals()["tickets"] == len(held[count]) for count, bench in benches.items())
     return {
         "asyncio_lock_ns": round(lock),
         "ticket_ns": round(pairs[0]),
         "ratio": round(pairs[0] / lock, 2),
+        "ratio_of_least": round(min(taken[1]) / min(taken[0]), 2),
         "ticket_ns_by_live_tickets": {str(count): round(ns) for count, ns in zip(LIVE, pairs[1:], strict=True)},
         "flatness": round(max(pairs[1:]) / min(pairs[1:]), 2),
         "bytes_per_live_ticket": round(bytes_per_ticket()),
