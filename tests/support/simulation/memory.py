@@ -41,7 +41,7 @@ class Memory:
                 if write.target == page and write.writer.reaped_at is None:
                     self.violated("S3", f"{self.name}: page {page} goes to room {key}, and {write} is on its way")
             for write in self.outgoing:
-                if write.source == page:
+                if write.source == page and write.reader.reaped_at is None:
                     self.violated("S2", f"{self.name}: page {page} goes to room {key}, and {write} still reads it")
             self.owners[page], self.content[page] = key, None
 

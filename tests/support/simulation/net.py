@@ -17,6 +17,8 @@ from dsv4ctl.controlplane.link.wire import Abort, Hello, Progress, Received, Ref
 
 #: Seconds from one process of a host to another.
 LATENCY = (0.0002, 0.003)
+#: Seconds between two frames of a line: of what is due at one moment the order is open, and a stream keeps its own.
+_APART = 1e-8
 #: Frames that are sent again if they get lost. On a stream nothing else is lost but with the stream itself.
 SENT_AGAIN = (Abort, Received, Progress)
 #: Frames of a handshake: there is nothing yet that they could overtake.
@@ -63,7 +65,7 @@ class Line:
             return
         at = now + random.uniform(*LATENCY) * conditions.slow
         if greeting or random.random() >= conditions.reorder:
-            at = self._last = max(at, self._last)
+            at = self._last = max(at, self._last + _APART)
         else:
             at += random.uniform(0.0, 0.05)
         self._loop.call_at(at, self._arrive, frame)
