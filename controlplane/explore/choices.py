@@ -95,7 +95,7 @@ class Choices:
                 yield ("submit", side, key), True
         if views[0].facts:
             yield ("round", side), True
-        if views[0].admits and min(view.budget for view in views) >= self._plan.setup.wants:
+        if views[0].admits and max(view.budget for view in views) >= self._plan.setup.wants:
             yield ("admit", side), True
         for key, _ in views[0].working:
             yield ("step", side, key), True

@@ -12,6 +12,7 @@ from dsv4ctl.controlplane.aborts.log import AbortLog
 from dsv4ctl.controlplane.explore.cache import CacheNode
 from dsv4ctl.controlplane.explore.decode import DecodeRank
 from dsv4ctl.controlplane.explore.prefill import PrefillRank
+from dsv4ctl.controlplane.explore.rank import Rank, Sequence
 from dsv4ctl.controlplane.explore.transfer import Transfer
 from dsv4ctl.controlplane.rooms.effects import AckPeer, ReleasePages
 from dsv4ctl.controlplane.rooms.reader import Reader
@@ -158,6 +159,18 @@ def _hear_the_dead(reader: Reader, *_: Any) -> None:
     reader._fenced.clear()
 
 
+def _lose_tickets(rank: Rank, seq: Sequence) -> None:
+    if seq.dropped:
+        seq.tickets.clear()
+
+
+def _lapse(real: Any, rank: Rank, agreed: Any) -> None:
+    before = [seq for seq in rank.seqs.values() if seq.may_begin]
+    real(rank, agreed)
+    for seq in before:
+        seq.may_begin = False
+
+
 def _first_done(room: Room, now: float) -> None:
     if any(rank.done for rank in room._ranks.values()):
         for rank in room._ranks.values():
@@ -253,7 +266,9 @@ MUTANTS: tuple[Mutant, ...] = (
         (_before(RoomTable, "open", _forget_turns),),
     ),
     Mutant(
-        "who opened an aborted room is not told again", "no memory, link faults", ((Room, "_again", lambda *_: []),)
+        "who opened an aborted room is not told again",
+        "no memory, link faults, any abort",
+        ((Room, "_again", lambda *_: []),),
     ),
     Mutant("an ended room opens again", "link faults", (_before(RoomTable, "open", _again),)),
     Mutant(
@@ -268,6 +283,13 @@ MUTANTS: tuple[Mutant, ...] = (
         "two engines of two ranks",
         ((Transfer, "agreed", lambda world, known: known),),
     ),
+    Mutant(
+        "a rank admits by its own free pages",
+        "a page of two ranks reused",
+        ((Transfer, "agreed_budget", lambda world, free: free),),
+    ),
+    Mutant("an aborted room leaves its ticket behind", "crash", (_before(Rank, "_release", _lose_tickets),)),
+    Mutant("a turn that is not taken at once lapses", "crash", (_instead(Rank, "on_round", _lapse),)),
     Mutant(
         "the fence is told before the process is reaped",
         "crash",

@@ -48,7 +48,9 @@ class Node:
 class Nodes:
     SKIP = frozenset({"out", "setup"})
 
-    def __init__(self) -> None:
+    def __init__(self, unread: frozenset[str] = frozenset()) -> None:
+        """`unread`: fields that no node of this world reads back."""
+        self._skip = self.SKIP | unread
         self._nodes: list[Node] = []
         self._numbers: dict[Any, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Output, ...]] | Violation] = {}
@@ -59,7 +61,7 @@ class Nodes:
     def add(self, node: Node) -> int:
         """Its number. Raises Violation if it breaks an invariant by itself."""
         node.settle()
-        key = image(node, self.SKIP, node.ledger)
+        key = image(node, self._skip, node.ledger)
         number = self._numbers.get(key)
         if number is None:
             node.check()

@@ -32,6 +32,12 @@ class Plan(NamedTuple):
     poisons: int = 0  #: writes that end without a known state
     restarts: int = 0
     one_by_one: bool = False  #: a room opens when the one before it has ended
+    eager: bool = False  #: frames between ranks that say nothing any more arrive at once
+
+
+def eager_may_be(plan: Plan) -> bool:
+    """What is said once reaches who is meant, in order, and what ended is remembered."""
+    return plan.link == "instant" and not plan.peer_faults and not plan.breaks and plan.setup.remembered is None
 
 
 class Env(NamedTuple):

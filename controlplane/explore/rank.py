@@ -81,6 +81,7 @@ class RankView(NamedTuple):
 
     rooms: tuple[RoomKey, ...]
     live: frozenset[RoomKey]  #: of these, the ones that are not aborting
+    expects: frozenset[RoomKey]  #: decode: notifications of these are counted in
     ack_due: tuple[RoomKey, ...]
     facts: tuple[tuple[RoomKey, Facts], ...]
     budget: int
@@ -357,6 +358,7 @@ class Rank(Node):
         return RankView(
             rooms=tuple(key for key, _ in self.rooms),
             live=frozenset(key for key, half in self.rooms if half.live),
+            expects=frozenset(s.key for s in seqs if s.expected),
             ack_due=tuple(sorted(self.ack_due)),
             facts=tuple((s.key, Facts(not s.aborting, self.told(s), s.ready, s.quiet)) for s in seqs),
             budget=free,

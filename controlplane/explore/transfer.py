@@ -14,7 +14,7 @@ from typing import Any
 from dsv4ctl.controlplane.explore.choices import Choices
 from dsv4ctl.controlplane.explore.decode import DecodeRank
 from dsv4ctl.controlplane.explore.nodes import Event, Nodes, Output, Violation
-from dsv4ctl.controlplane.explore.plan import FAULTS, SIDES, Env, Flight, Layout, Plan
+from dsv4ctl.controlplane.explore.plan import FAULTS, SIDES, Env, Flight, Layout, Plan, eager_may_be
 from dsv4ctl.controlplane.explore.plane import Plane, PlaneView
 from dsv4ctl.controlplane.explore.prefill import PrefillRank
 from dsv4ctl.controlplane.explore.rank import Facts, RankView, is_free
@@ -24,6 +24,8 @@ from dsv4ctl.controlplane.rooms.states import RoomKey
 
 #: Link frames that nobody sends again: what is lost with them ends by a deadline and, if need be, a fence.
 _ONCE = frozenset({"open", "report", "acked", "fenced", "quarantined"})
+#: Of a rank: read only once a connection was made again, which does not happen in such a world.
+_UNREAD_IF_EAGER = frozenset({"unacked"})
 
 
 class _Draft:
@@ -45,7 +47,9 @@ class Transfer:
     def __init__(self, plan: Plan) -> None:
         self.name = plan.name
         self.plan = plan
-        self.nodes = Nodes()
+        if plan.eager and not eager_may_be(plan):
+            raise ValueError(f"world {plan.name}: its frames may not arrive early, for they may be lost or forgotten")
+        self.nodes = Nodes(_UNREAD_IF_EAGER if plan.eager else frozenset())
         self._layout = Layout(plan)
         self._choices = Choices(plan, self._layout, self.nodes)
         self._parts: list[dict[Any, int]] = [{}, {}, {}, {}]
@@ -101,6 +105,8 @@ class Transfer:
         draft = _Draft(*self._open(state))
         try:
             getattr(self, f"_do_{action[0]}")(draft, *action[1:])
+            if self.plan.eager:
+                self.hush(draft)
         except Violation as violation:
             return Step(action, fair, None, violation)
         after = self._close(draft)
@@ -148,8 +154,8 @@ class Transfer:
         self._together(draft, side, [("round", facts) for facts in agreed])
 
     def _do_admit(self, draft: _Draft, side: str) -> None:
-        budget = min(self.nodes.view(draft.nodes[rank]).budget for rank in self._layout.of_side[side])
-        self._together(draft, side, [("admit", budget)] * len(self._layout.of_side[side]))
+        free = [self.nodes.view(draft.nodes[rank]).budget for rank in self._layout.of_side[side]]
+        self._together(draft, side, [("admit", budget) for budget in self.agreed_budget(free)])
 
     def _do_step(self, draft: _Draft, side: str, key: RoomKey) -> None:
         found = [dict(self.nodes.view(draft.nodes[rank]).working).get(key) for rank in self._layout.of_side[side]]
@@ -336,12 +342,46 @@ class Transfer:
             else:
                 self._send(draft, other, (f"peer_{rest[0]}", sender, *rest[1:]))
 
+    def hush(self, draft: _Draft) -> None:
+        """What says nothing any more arrives; of two equal acks on a line the second says nothing."""
+        lines = self._layout.lines
+        while heard := [
+            at for at, of in enumerate(draft.channels) if of and self._says_nothing(draft, lines[at], of[0])
+        ]:
+            for at in heard:
+                self._do_deliver(draft, at)
+        for at, frames in enumerate(draft.channels):
+            if lines[at][0] == "peer":
+                draft.channels[at] = tuple(dict.fromkeys(frames))
+
+    def _says_nothing(self, draft: _Draft, line: tuple[str, int, int], frame: tuple[Any, ...]) -> bool:
+        """Neither now nor later: a room that is not live on a rank never is again."""
+        (kind, one, other), (sender, receiver, *rest) = line, frame
+        if not self._layout.alive(receiver, draft.nodes, draft.env):
+            return True
+        node = draft.nodes[other]
+        if kind == "note":
+            return rest[0] not in self.nodes.view(node).expects
+        if rest[1] in self.nodes.view(node).live:
+            return False
+        if rest[0] == "destination":
+            return True
+        after, sent = self.nodes.step(node, (f"peer_{rest[0]}", sender, *rest[1:]))
+        back = ("peer", other, one)
+        acks = [(receiver, sender, *output[2:]) for output in sent]  # of an abort: one that the sender has, or will
+        waits = draft.channels[self._layout.line[back]]
+        return after == node and all(ack in waits or self._says_nothing(draft, back, ack) for ack in acks)
+
     def agreed(self, known: list[tuple[Facts, ...]]) -> list[tuple[Facts, ...]]:
         """What every rank goes by: element by element the least that any of them knows."""
         least = tuple(
             Facts(*(min(values) for values in zip(*of_one, strict=True))) for of_one in zip(*known, strict=True)
         )
         return [least] * len(known)
+
+    def agreed_budget(self, free: list[int]) -> list[int]:
+        """Pages that every rank has, of those that each has free."""
+        return [min(free)] * len(free)
 
     def _together(self, draft: _Draft, side: str, events: list[Event]) -> None:
         """On every rank at the same step; what they do must be the same (S4)."""

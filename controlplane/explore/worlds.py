@@ -15,6 +15,9 @@ RETRY = ((1, 1), (1, 2))
 PATIENT = Setup(hasty=False)
 #: A rank remembers no end and no abort of a room that it does not know.
 FORGETFUL = Setup(pages=1, wants=1, hasty=False, remembered=0)
+#: One page a rank, whose digest is compared before it is read.
+VERIFIED = Setup(pages=1, wants=1, verify=True, hasty=False)
+TWO_BY_TWO = Plan("two rooms of two ranks a side", prefill=2, decode=2, aborts=0, setup=PATIENT, eager=True)
 ATTENTION, SENDER = (Consumer.ATTENTION,), (Consumer.SENDER,)
 
 QUICK: tuple[Plan | CachePlan, ...] = (
@@ -26,7 +29,7 @@ QUICK: tuple[Plan | CachePlan, ...] = (
     Plan("write without an end, aborted late", rooms=ONE, link="down", poisons=1, aborts=0, setup=PATIENT),
     Plan("peer faults", rooms=ONE, peer_faults=1, setup=PATIENT),
     Plan("no memory", rooms=ONE, breaks=1, poisons=1, setup=FORGETFUL),
-    Plan("no memory, link faults", rooms=ONE, link="down", link_faults=1, setup=FORGETFUL),
+    Plan("no memory, link faults", rooms=ONE, link="down", link_faults=1, abort_by=("P",), setup=FORGETFUL),
     Plan("memory of one room", link="down", link_faults=2, aborts=0, setup=FORGETFUL._replace(remembered=1)),
     Plan("crash and restart", aborts=0, crashes=1, restarts=1, setup=PATIENT),
     Plan("one writer, two ranks that read", rooms=ONE, decode=2, fan=True, abort_by=("D",), setup=PATIENT),
@@ -42,11 +45,16 @@ DEEP: tuple[Plan | CachePlan, ...] = (
     Plan("two rooms, three pages", setup=PATIENT),
     Plan("two rooms, early time-outs", aborts=0),
     Plan("two rooms, two aborts", aborts=2, setup=Setup(pages=2, hasty=False)),
+    Plan("no memory, link faults, any abort", rooms=ONE, link="down", link_faults=1, setup=FORGETFUL),
     Plan("two pages a room", rooms=ONE, setup=Setup(wants=3, prompt=2)),
     Plan("a room again", rooms=RETRY, one_by_one=True, peer_faults=1, setup=PATIENT),
     Plan("crash, abort and broken connection", rooms=ONE, crashes=1, breaks=1, restarts=1),
     Plan("crash and write without an end", crashes=1, poisons=1, restarts=2, aborts=0, setup=PATIENT),
     Plan("two engines of two ranks", rooms=ONE, prefill=2, decode=2, crashes=1, restarts=1, setup=PATIENT),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, abort", aborts=1),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, crash", crashes=1, restarts=1),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, write without an end", poisons=1, restarts=1),
+    TWO_BY_TWO._replace(name="a page of two ranks reused", aborts=1, abort_by=("client",), setup=VERIFIED),
     Plan("two readers of one writer", rooms=ONE, decode=2, fan=True, peer_faults=1, setup=PATIENT),
     Plan("two writers of one reader", rooms=ONE, prefill=2, fan=True, peer_faults=1, setup=PATIENT),
     CachePlan("cache: three pages", device=3, bad_copies=1),

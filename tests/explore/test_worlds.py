@@ -25,6 +25,19 @@ def test_a_seeded_fault_is_found(mutant: Mutant) -> None:
     assert len(found.trace) > 0
 
 
+@pytest.mark.parametrize(
+    ("fault", "why"),
+    [
+        ("an aborted room leaves its ticket behind", "no end can be reached"),
+        ("a turn that is not taken at once lapses", "can follow each other for ever"),
+    ],
+)
+def test_s5_is_an_end_within_reach_and_no_fair_run_past_it(fault: str, why: str) -> None:
+    found = find(next(mutant for mutant in MUTANTS if mutant.fault == fault))
+    assert found.violation is not None
+    assert why in str(found.violation)
+
+
 def test_there_are_enough_mutants_and_each_fault_is_taken_back() -> None:
     assert len({mutant.fault for mutant in MUTANTS}) >= 15
     for mutant in MUTANTS:

@@ -1,0 +1,57 @@
+"""Frames that say nothing any more may arrive at once: what is left of a world is what was in it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import cache
+
+import pytest
+
+from dsv4ctl.controlplane.explore.nodes import Event
+from dsv4ctl.controlplane.explore.plan import Plan
+from dsv4ctl.controlplane.explore.rank import Setup
+from dsv4ctl.controlplane.explore.transfer import Transfer, _Draft
+from dsv4ctl.controlplane.explore.worlds import ONE, PATIENT
+
+ONE_PAGE = Setup(pages=1, wants=1, hasty=False)
+WORLDS = [
+    Plan("one room", rooms=ONE, setup=PATIENT, eager=True),
+    Plan("a crash", rooms=ONE, crashes=1, restarts=1, aborts=0, setup=PATIENT, eager=True),
+    Plan("early time-outs and no known end", rooms=ONE, poisons=1, setup=Setup(pages=1, wants=1), eager=True),
+    Plan("two writers", rooms=ONE, prefill=2, fan=True, aborts=0, crashes=1, setup=ONE_PAGE, eager=True),
+]
+State = tuple[int, ...]
+
+
+def hushed(world: Transfer, state: State) -> State:
+    draft = _Draft(*world._open(state))
+    world.hush(draft)
+    return world._close(draft)
+
+
+def walked(world: Transfer) -> set[tuple[State, Event, State, bool]]:
+    steps = set()
+    seen = {world.initial()}
+    todo = list(seen)
+    for state in todo:
+        for step in world.steps(state):
+            assert step.violation is None
+            steps.add((state, step.action, step.state, step.fair))
+            if step.state not in seen:
+                seen.add(step.state)
+                todo.append(step.state)
+    return steps
+
+
+@pytest.mark.parametrize("plan", WORLDS, ids=lambda plan: plan.name)
+def test_a_world_with_eager_frames_is_the_world_without_what_they_change(plan: Plan) -> None:
+    """Every step of the whole world is one of the reduced world between the same states, or none; and the other way."""
+    world = Transfer(plan)
+    reduced = walked(world)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(world, "hush", lambda draft: None)
+        whole = walked(world)
+    quiet: Callable[[State], State] = cache(lambda state: hushed(world, state))
+    same = {(quiet(at), action, quiet(to), fair) for at, action, to, fair in whole}
+    assert {step for step in same if step[0] != step[2]} == reduced
+    assert len({at for at, *_ in reduced}) < len({at for at, *_ in whole})
