@@ -217,6 +217,26 @@ def chunk_that_waits_is_dropped_with_its_room(_: bool) -> None:
     assert made.states(again) == [RoomState.ALLOCATED], "the next room of this number is failed with it"
 
 
+@alone
+def chunk_whose_room_aborts_while_it_is_posted_is_not_posted(_: bool) -> None:
+    """Between the room's word and the ledger's."""
+    made = world(Role.PREFILL, True)
+    key, queue, gate = made.open(), Queue(), made.rank.gate
+    chunks = sender.Chunks(queue, Manager(), made.rank)
+    queue.put(chunk(7, 6))
+    chunks._hold(queue.get())
+    post = gate.post
+
+    def late(ticket: Any) -> None:
+        made.abort(key)
+        post(ticket)
+
+    gate.post = late  # type: ignore[method-assign]
+    assert chunks._first_granted() is None
+    assert gate.totals()["tickets"] == 0
+    assert made.states(key)[-1] is RoomState.ABORTED, "its writer waits for a write that nobody posted"
+
+
 class _Unknown:
     """Page numbers that the device has not told yet."""
 

@@ -157,7 +157,12 @@ class Chunks:
         if not self._here.rooms.apply(held.room, Writer.post):
             self._here.gate.leave(held.ticket)
             return False
-        self._here.gate.post(held.ticket)
+        try:
+            self._here.gate.post(held.ticket)
+        except LedgerError:  # aborted since the room allowed it: nothing is written
+            self._here.gate.leave(held.ticket)
+            self._here.rooms.apply(held.room, lambda half: half.written(True))
+            return False
         if held.chunk.is_last_chunk:
             self._here.rooms.apply(held.room, Writer.sent_all)
         return True
