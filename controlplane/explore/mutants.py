@@ -152,7 +152,7 @@ def _forget_poisons(table: RoomTable[Any], *_: Any) -> None:
 
 
 def _forget_turns(table: RoomTable[Any], *_: Any) -> None:
-    table._forgotten = -1
+    table._forgotten.clear()
 
 
 def _hear_the_dead(reader: Reader, *_: Any) -> None:

@@ -41,7 +41,7 @@ UNREAD = frozenset(
     }
 )
 #: Mappings whose order of insertion decides nothing (within the bounds of what is remembered).
-UNORDERED = frozenset({"_by_room", "_ended", "_poisons", "_tombstones", "_turns"})
+UNORDERED = frozenset({"_by_room", "_ended", "_forgotten", "_poisons", "_tombstones", "_turns"})
 _PLAIN: frozenset[type] = frozenset({int, str, bool, float, bytes, type(None)})
 
 _fields: dict[type, tuple[str, ...]] = {}

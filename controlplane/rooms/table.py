@@ -27,7 +27,8 @@ class RoomTable(Generic[Half]):
         self._ended: dict[int, int] = {}  #: by room number: the last generation that ended here
         self._poisons: dict[int, int] = {}  #: the same of rooms of which a generation was poisoned
         self._turns: dict[int, int] = {}  #: by room number, of those that live here or are remembered
-        self._forgotten = -1  #: the highest turn of a room whose end is remembered no more
+        #: By generation: the highest turn of a room of which it was the last to end, and that is remembered no more.
+        self._forgotten: dict[int, int] = {}
         self.stale = 0  #: frames of an older generation, or of a room that ended, that were refused
 
     def __len__(self) -> int:
@@ -40,7 +41,7 @@ class RoomTable(Generic[Half]):
         """Adds the room. True if an abort for it came first: the caller aborts it at once. `turn`: see `OpenRoom`.
 
         Raises ValueError while any generation of it lives here, and once this or a newer one has ended here, or may
-        have: a room that is not remembered, and older than one whose end was forgotten.
+        have: a room that is not remembered, as old as one that was forgotten, and not of a later generation.
         """
         present = self._rooms.get(key.room)
         if present is not None:
@@ -48,9 +49,10 @@ class RoomTable(Generic[Half]):
         ended = self._last(key.room)
         if ended >= key.generation:
             raise ValueError(f"room {key} cannot open: generation {ended} has ended here")
-        if not ended and turn <= self._forgotten:
+        forgotten = max((turn for gen, turn in self._forgotten.items() if gen >= key.generation), default=-1)
+        if not ended and turn <= forgotten:
             raise ValueError(
-                f"room {key} cannot open: it may have ended here, what ended up to turn {self._forgotten} is forgotten"
+                f"room {key} cannot open: it may have ended here, what ended up to turn {forgotten} is forgotten"
             )
         self._rooms[key.room] = (key.generation, half)
         self._turns[key.room] = turn
@@ -80,9 +82,10 @@ class RoomTable(Generic[Half]):
         (self._poisons if poisoned else self._ended)[key.room] = key.generation
         while len(self._ended) > self._max_ended:
             oldest = next(iter(self._ended))
-            del self._ended[oldest]
+            generation = self._ended.pop(oldest)
             if oldest not in self._rooms:
-                self._forgotten = max(self._forgotten, self._turns.pop(oldest, -1))
+                turn = self._turns.pop(oldest, -1)
+                self._forgotten[generation] = max(self._forgotten.get(generation, -1), turn)
 
     def is_over(self, key: RoomKey) -> bool:
         """It ended here, as far as that is remembered, and no newer generation of it has been here since."""
@@ -110,7 +113,7 @@ class RoomTable(Generic[Half]):
     def adopted(self) -> None:
         """Another control plane counts turns from 1; what its predecessor sent comes no more."""
         self._turns.clear()
-        self._forgotten = -1
+        self._forgotten.clear()
 
     def sweep(self, now: float) -> None:
         """Drops tombstones past their time."""

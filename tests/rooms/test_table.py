@@ -100,6 +100,23 @@ def test_a_room_whose_end_was_forgotten_does_not_open_again() -> None:
     assert not rooms.open(RoomKey(10, 1), "a younger room", turn=4)
 
 
+def test_a_retracted_room_whose_end_was_forgotten_opens_as_its_next_generation() -> None:
+    """A writer is done long before its room is: it keeps its turn, and many younger ones have ended here meanwhile."""
+    rooms = RoomTable[str](ends=1)
+    for turn, number in enumerate((7, 8, 9), start=1):
+        rooms.open(RoomKey(number, 1), "half", turn)
+        rooms.end(RoomKey(number, 1), Quiet.QUIET)
+    again = RoomKey(7, 2)
+    assert not rooms.open(again, "half", turn=1)
+    rooms.end(again, Quiet.QUIET)
+    rooms.open(RoomKey(10, 1), "half", turn=4)
+    rooms.end(RoomKey(10, 1), Quiet.QUIET)
+    for late in (again, RoomKey(7, 1)):
+        with pytest.raises(ValueError, match=f"room {late} cannot open: it may have ended here"):
+            rooms.open(late, "half", turn=1)
+    assert not rooms.open(RoomKey(7, 3), "half", turn=1)
+
+
 def test_another_control_plane_counts_turns_anew() -> None:
     rooms = RoomTable[str](ends=1)
     for number in (7, 8):
