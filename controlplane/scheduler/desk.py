@@ -95,6 +95,7 @@ class RoomDesk:
         self._counts: Counter[str] = Counter()
         self._turns = count(1)
         self._agenda = Agenda()
+        self._heard_at = float("-inf")  #: no room is judged before
         self._timer = _Timer(float("inf"), anyio.Event())
         self.refusing: str | None = None  #: why no new room is opened at all
 
@@ -395,6 +396,7 @@ class RoomDesk:
     def _keep_deadline(self, live: LiveRoom) -> None:
         due = live.room.next_deadline()
         if due is not None:
+            due = max(due, self._heard_at)
             self._agenda.note(live.key, due)
             self._look_by(due)
 
@@ -411,9 +413,10 @@ class RoomDesk:
         while True:
             beat()
             now = anyio.current_time()
-            if now - self._timer.at > LATE:
+            if now - self._timer.at > LATE and self._timer.at > self._heard_at:  # who was to be heard was, or never is
+                self._heard_at = now + HEARD
                 for key in self._agenda.take(now):
-                    self._agenda.note(key, now + HEARD)
+                    self._agenda.note(key, self._heard_at)
             for live in [self._live[key] for key in self._agenda.take(now)]:
                 self._apply(live, live.room.tick(now))
             for _, rank in list(self._fleet.ranks()):

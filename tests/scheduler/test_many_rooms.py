@@ -173,6 +173,54 @@ def test_after_a_standstill_acks_that_wait_in_the_sockets_are_heard_first() -> N
     virtual.run(main)
 
 
+def test_after_a_standstill_what_one_rank_says_hurries_no_verdict_on_the_other() -> None:
+    """Its ack is next in the sockets. The room's deadline passed just before the machine went on."""
+
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(2)
+        fenced: list[str] = []
+        desk._fence = lambda incarnation, reason: fenced.append(incarnation)
+        early, late = desk.live.values()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.keep_deadlines, lambda: None)
+            desk.abort(early, AbortSource.ADMIN, "over")
+            await anyio.sleep(2.0)
+            desk.abort(late, AbortSource.ADMIN, "over")
+            loop.jump(desk._deadlines["ack"] + 0.25)
+            await anyio.sleep(0.1)
+            desk._apply(late, late.room.ack("decode", Quiet.QUIET, loop.time()))
+            await anyio.sleep(0.1)
+            assert fenced == []
+            desk._apply(late, late.room.ack("prefill", Quiet.QUIET, loop.time()))
+            await anyio.sleep(1.0)
+            tasks.cancel_scope.cancel()
+        assert fenced == ["prefill"], "of the other room"
+        assert late.ended.is_set()
+
+    virtual.run(main)
+
+
+def test_a_loop_that_is_always_late_judges_all_the_same() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(1, OVERDUE)
+        (live,) = desk.live.values()
+        looks = 0
+
+        def slow() -> None:
+            nonlocal looks
+            looks += 1
+            if live.room.state is RoomState.ALLOCATED and looks < 10:
+                loop.jump(5.0)
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.keep_deadlines, slow)
+            await live.aborting.wait()
+            tasks.cancel_scope.cancel()
+        assert looks == 2
+
+    virtual.run(main)
+
+
 def test_the_earliest_moment_counts_until_the_room_is_noted_again() -> None:
     agenda, one, two = Agenda(), RoomKey(1, 1), RoomKey(2, 1)
     agenda.note(one, 5.0)
