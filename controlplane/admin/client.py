@@ -82,7 +82,7 @@ def _refusal(status: int, body: bytes) -> Exception:
 def _nobody(path: Path, error: OSError) -> str:
     if isinstance(error, FileNotFoundError):
         return f"no control plane at {path}: no such socket; begin with `dsv4ctl start`, or give --socket"
-    if path.exists() and not path.is_socket():
+    if isinstance(error, ConnectionRefusedError) and not path.is_socket():
         return f"no control plane at {path}: it is no socket; give another --socket"
     if isinstance(error, ConnectionRefusedError):
         return f"no control plane at {path}: its owner is gone; `dsv4ctl start` replaces the dead socket"

@@ -200,8 +200,9 @@ def test_a_file_that_is_no_socket(dsv4ctl: Any, socket_path: Path) -> None:
     assert fault(dsv4ctl("status"), 3) == (f"no control plane at {socket_path}: it is no socket; give another --socket")
 
 
-def test_a_path_that_no_socket_can_have() -> None:
-    path = f"/tmp/{'s' * 108}"
+@pytest.mark.parametrize("length", [108, 300], ids=["no socket", "no file"])
+def test_a_path_that_no_socket_can_have(length: int) -> None:
+    path = f"/tmp/{'s' * length}"
     assert fault(CliRunner().invoke(cli, ["--socket", path, "status"]), 3) == (
         f"no control plane at {path}: AF_UNIX path too long"
     )
