@@ -12,7 +12,7 @@ from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, Launch
 from dsv4ctl.engine_adapters.sglang import environment
 from dsv4ctl.engine_adapters.sglang.arguments import ArgumentError, check, command_line, declared
 from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
-from dsv4ctl.engine_adapters.sglang.table import EngineTable
+from dsv4ctl.engine_adapters.sglang.table import EngineTable, arguments
 from dsv4ctl.engine_adapters.sglang.table import problems as table_problems
 from dsv4ctl.policies.registry import load as load_policy
 
@@ -45,7 +45,8 @@ def launch(request: LaunchRequest) -> LaunchSpec:
         raise AdapterError(lacking)
     release = installed.sglang or ""
     _check_release(release, engine)
-    if _STORAGE in table.extra_args and load_policy("integrity", request.integrity)().compares_digests():
+    stores = any(name == _STORAGE for _, name, _ in arguments(table.extra_args))
+    if stores and load_policy("integrity", request.integrity)().compares_digests():
         raise AdapterError(
             f"sglang.extra_args: pages that come from {_STORAGE} have no digest, and would all fail: "
             'leave it out, or set policies.integrity to "off"'

@@ -148,6 +148,7 @@ def test_releases_that_the_hooks_were_not_verified_on(monkeypatch: pytest.Monkey
 def test_pages_of_a_storage_backend_have_no_digest() -> None:
     extra = ["--device", "cpu", "--hicache-storage-backend", "file"]
     assert "have no digest" in _refusal(_with(extra_args=extra))
+    assert "have no digest" in _refusal(_with(extra_args=["--device=cpu", "--hicache-storage-backend=file"]))
     with pytest.raises(AdapterError, match="has no argument --hicache-storage-backend"):  # of this small release
         _launch(_with(extra_args=extra), integrity="off")
 
