@@ -18,7 +18,7 @@ SURVIVORS = ".engines"
 _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there beyond the admin socket's
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 #: A host name (RFC 1123, and `_`, which resolvers take) or an address.
-_HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%\w+)?", re.ASCII)
+_HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?", re.ASCII)
 _ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 

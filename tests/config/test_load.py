@@ -191,7 +191,7 @@ def test_ports_on_other_hosts_or_chosen_freely_do_not_overlap() -> None:
     assert refused("gateway.host = 'localhost'\n" + PAIR + "port = 30000")
 
 
-@pytest.mark.parametrize("host", ["node-1.example.org", "_x", "10.0.0.1", "::", "fe80::1%eth0", "::ffff:10.0.0.1"])
+@pytest.mark.parametrize("host", ["node-1.example.org", "_x", "10.0.0.1", "::", "fe80::1%br-lan.2", "::ffff:10.0.0.1"])
 def test_hosts(host: str) -> None:
     parse(f"gateway.host = '{host}'\n{PAIR}host = '{host}'", "cluster.toml", FACTS)
 
