@@ -95,7 +95,7 @@ class Checks:
         for live in list(world.supervisor.desk.live.values()):
             self._room(live)
         for engine in world.supervisor.fleet:
-            for planned in engine.ranks.values():
+            for planned in engine.ranks.values() if engine.cause is None else ():  # found, and about to be killed
                 watched = engine.state in (EngineState.READY, EngineState.DRAINING) and planned.history
                 if watched and world.elapsed(planned.history[-1].at) > world.config.deadlines.wedge + 2 * SLACK:
                     self._violated("S5", f"{engine.name} is {engine.state.value}, and nobody has heard of it")
