@@ -396,9 +396,8 @@ class RoomDesk:
     def _keep_deadline(self, live: LiveRoom) -> None:
         due = live.room.next_deadline()
         if due is not None:
-            due = max(due, self._heard_at)
             self._agenda.note(live.key, due)
-            self._look_by(due)
+            self._look_by(max(due, self._heard_at))
 
     def _look_by(self, due: float | None) -> None:
         """Makes the deadline loop look at `due` at the latest."""
@@ -415,14 +414,13 @@ class RoomDesk:
             now = anyio.current_time()
             if now - self._timer.at > LATE and self._timer.at > self._heard_at:  # who was to be heard was, or never is
                 self._heard_at = now + HEARD
-                for key in self._agenda.take(now):
-                    self._agenda.note(key, self._heard_at)
-            for live in [self._live[key] for key in self._agenda.take(now)]:
+            overdue = self._agenda.take(now) if now >= self._heard_at else []
+            for live in [self._live[key] for key in overdue]:
                 self._apply(live, live.room.tick(now))
             for _, rank in list(self._fleet.ranks()):
                 self._send_entries(rank, rank.aborts.due(now), resent=True)
             resends = (rank.aborts.next_due() for _, rank in self._fleet.ranks())
-            at = min([self._agenda.next, *(due for due in resends if due is not None)])
+            at = min([max(self._agenda.next, self._heard_at), *(due for due in resends if due is not None)])
             self._timer = _Timer(at, anyio.Event())
             with anyio.move_on_at(self._timer.at):
                 await self._timer.wake.wait()

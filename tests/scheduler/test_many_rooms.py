@@ -13,7 +13,7 @@ from dsv4ctl.controlplane.config.schema import Config, EngineConfig, LimitsConfi
 from dsv4ctl.controlplane.rooms.room import ParticipantInfo, Room
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.agenda import Agenda
-from dsv4ctl.controlplane.scheduler.desk import RoomDesk
+from dsv4ctl.controlplane.scheduler.desk import HEARD, RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import EngineState, Fleet, Pair, Rank
 from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomRequest
 from dsv4ctl.controlplane.telemetry.log import Telemetry
@@ -196,6 +196,26 @@ def test_after_a_standstill_what_one_rank_says_hurries_no_verdict_on_the_other()
             tasks.cancel_scope.cancel()
         assert fenced == ["prefill"], "of the other room"
         assert late.ended.is_set()
+
+    virtual.run(main)
+
+
+def test_after_a_standstill_a_deadline_that_passes_while_others_are_heard_waits_too() -> None:
+    async def main(loop: VirtualLoop) -> None:
+        desk = Desk(2)
+        early, late = desk.live.values()
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(desk.keep_deadlines, lambda: None)
+            desk.abort(early, AbortSource.ADMIN, "over")
+            await anyio.sleep(2.0)
+            desk.abort(late, AbortSource.ADMIN, "over")
+            fenced: list[float] = []
+            desk._fence = lambda *_: fenced.append(loop.time())
+            loop.jump(desk._deadlines["ack"] - 0.25)
+            went_on = loop.time()
+            await anyio.sleep(1.0)
+            tasks.cancel_scope.cancel()
+        assert fenced == [pytest.approx(went_on + HEARD)] * 2
 
     virtual.run(main)
 
