@@ -214,10 +214,11 @@ class Rooms:
         self._outbox.call(tell)
 
     def told_digests(self, frame: Digests) -> None:
-        """Raises ValueError for digests of no room that waits for them."""
+        """Raises ValueError for digests of no room that waits for them, and for bytes that are none."""
         room = self._rooms.get(frame.key.room)
         if room is None or room.key != frame.key or frame.incarnation not in room.opening.peers:
             raise ValueError(f"digests of room {frame.key} from {frame.incarnation}: no room waits for them")
+        frame.flat()
         room.told[frame.incarnation] = frame
 
     def acknowledged(self, number: int, writer: int) -> None:

@@ -18,6 +18,7 @@ from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import numpy as np
 import torch
 import torch.distributed as dist
@@ -960,6 +961,20 @@ def right_bytes_pass_the_check_from_seal_to_commit(_: bool) -> None:
     assert pair.decode.rank.counters["digest_mismatches"] == 0
     _check_again(pair.prefill)
     assert pair.prefill.rank.counters["load_mismatches"] == 0
+
+
+@alone
+def digests_that_are_no_numbers_are_refused_where_they_arrive(_: bool) -> None:
+    """The scheduler's own thread, which compares them, is not the one that hears of them."""
+    made = world(Role.DECODE, True)
+    key = made.open()
+    frame = msgspec.msgpack.encode(peers.Digests(key, PEER, {"full": 1}, b"123"))
+    try:
+        bootstrap.from_prefill(made.rank, [MARK, frame])
+    except ValueError:
+        assert not made.rank.rooms.find(7).told
+    else:
+        raise AssertionError("three bytes are taken for the digests of a page")
 
 
 @alone
