@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import AsyncIterator, Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Mapping, Sequence
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -176,6 +176,8 @@ class Receiver:
         if isinstance(landed, LastLanded):
             room.manifests[writer] = landed.manifest
             problem = _misfit(landed.manifest, room.destination)
+            if problem is None and room.verdict is not Verdict.NONE:
+                problem = _undigested(landed.manifest, self._pools.specs)
             if problem is not None:
                 self._fail(room, problem)
                 return
@@ -343,6 +345,12 @@ def _misfit(manifest: Manifest, destination: Destination) -> str | None:
         if theirs != ours:
             return f"{theirs} {what} were sent, {ours} were expected"
     return None
+
+
+def _undigested(manifest: Manifest, specs: Mapping[str, PoolSpec]) -> str | None:
+    """Which pools nothing could be compared with, or None."""
+    lacking = [name for name, spec in specs.items() if len(manifest.digests.get(name, ())) != len(spec.model_layers)]
+    return f"no digests of {', '.join(lacking)} were sent" if lacking else None
 
 
 def _describe(differing: list[tuple[str, int]], specs: dict[str, PoolSpec]) -> str:

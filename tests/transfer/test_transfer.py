@@ -11,7 +11,8 @@ import pytest
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey, RoomState
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
-from dsv4ctl.engine_adapters.reference import receiver
+from dsv4ctl.engine_adapters.reference import receiver, sender
+from dsv4ctl.engine_adapters.reference.digests import PageDigests
 from dsv4ctl.engine_adapters.reference.landed import LandedDigests, digest_landed
 from dsv4ctl.engine_adapters.reference.peer_wire import Manifest
 from dsv4ctl.policies.integrity import Verdict
@@ -138,6 +139,22 @@ def test_prompts_that_differ_are_refused(prefill: Rank, decode: Rank) -> None:
     decode.expect(decode.open("P"), 601, prefill.transfer.bootstrap_port)
     prefill.send(prefill.computed(600), 600)
     assert "600 prompt tokens were sent, 601 were expected" in decode.wait(RoomState.ABORTED).detail["reason"]
+
+
+def test_a_pool_without_digests_is_no_pool_that_was_verified(
+    prefill: Rank, decode: Rank, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    real = sender._folded
+
+    def folded(*args: Any) -> PageDigests:
+        return PageDigests({pool: values for pool, values in real(*args).values.items() if pool != "index_k"})
+
+    monkeypatch.setattr(sender, "_folded", folded)
+    prefill.open("D")
+    decode.expect(decode.open("P"), 600, prefill.transfer.bootstrap_port)
+    prefill.send(prefill.computed(600), 600)
+    assert "no digests of index_k were sent" in decode.wait(RoomState.ABORTED).detail["reason"]
+    assert KEY not in decode.ready
 
 
 def test_pools_that_differ_are_refused_with_both_figures(prefill: Rank) -> None:
