@@ -30,14 +30,15 @@ async def watch(
 ) -> None:
     """Calls `wedged(engine, cause)` at each round in which one of `engines()` is found wedged. Never returns.
 
-    `wedged` takes the engine out of what `engines` gives.
+    `wedged` takes the engine out of what `engines` gives. A standstill of this process is allowed for once in two
+    times `wedge` seconds: where every round is late, silence counts all the same.
     """
-    awake = last = anyio.current_time()
+    awake = last = allowed = anyio.current_time()
     while True:
         beat()
         now = anyio.current_time()
-        if now - last > PERIOD + LATE:
-            awake = now
+        if now - last > PERIOD + LATE and now >= allowed:
+            awake, allowed = now, now + 2 * wedge
         last = now
         for engine in list(engines()):
             verdict = judge_engine(_heard_since(awake, engine.ranks), now, wedge)

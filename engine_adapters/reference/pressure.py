@@ -39,7 +39,7 @@ class Holder(NamedTuple):
 
 class Growth(NamedTuple):
     grown: frozenset[RoomKey]  #: a page each was taken from the budget
-    paused: frozenset[RoomKey]  #: they do not run in this step
+    starved: frozenset[RoomKey]  #: they do not run in this step
     retracted: RoomKey | None
 
 
@@ -52,13 +52,13 @@ def grow(holders: Iterable[Holder], budget: Budget, leaving: bool) -> Growth:
     """One step's growth, the oldest room first. `leaving`: a room that holds pages is ending, so more will come."""
     rooms = sorted(holders, key=lambda holder: holder.age)
     grown: set[RoomKey] = set()
-    paused: set[RoomKey] = set()
+    starved: set[RoomKey] = set()
     for room in rooms:
         if room.grows:
-            (grown if budget.take(PAGE) else paused).add(room.age.key)
-    if not paused or leaving or not budget.missing(PAGE):
-        return Growth(frozenset(grown), frozenset(paused), None)
-    return Growth(frozenset(grown), frozenset(paused), _youngest(rooms))
+            (grown if budget.take(PAGE) else starved).add(room.age.key)
+    if not starved or leaving or not budget.missing(PAGE):
+        return Growth(frozenset(grown), frozenset(starved), None)
+    return Growth(frozenset(grown), frozenset(starved), _youngest(rooms))
 
 
 def _youngest(rooms: Sequence[Holder]) -> RoomKey | None:

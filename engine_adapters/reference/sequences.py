@@ -57,7 +57,7 @@ class Sequence:
     # What all ranks agreed on:
     may_begin: bool = False  #: every peer has pages for it
     oldest: bool = False  #: of all that live here
-    paused: bool = False  #: the page it grows into is not here yet
+    starved: bool = False  #: the page it grows into is not here yet
     retracted: bool = False  #: a new generation of its room begins again
     dropped: bool = False
     broken: tuple[AbortSource, str] | None = None  #: a read was not granted: its results are of no use on this rank

@@ -309,7 +309,7 @@ class StepLoop:
         for key in growth.grown:
             self._decode.grow(held[key])
         for key, sequence in held.items():
-            sequence.paused = key in growth.paused
+            sequence.starved = key in growth.starved
         if growth.retracted is not None:
             self._retract(held[growth.retracted])
 
@@ -321,7 +321,7 @@ class StepLoop:
 
     def _admit(self, budget: Budget) -> None:
         """The oldest first, of those that may begin; the first without pages makes the others wait."""
-        if any(sequence.paused for sequence in self.decoding):
+        if any(sequence.starved for sequence in self.decoding):
             return
         jobs: list[LoadJob] = []
         for sequence in list(self.waiting):
@@ -356,7 +356,7 @@ class StepLoop:
     def _running(self) -> list[Sequence]:
         if self.paused:
             return []
-        return [s for s in (*self.prefilling, *self.decoding) if not (s.paused or s.retracted or s.over)]
+        return [s for s in (*self.prefilling, *self.decoding) if not (s.starved or s.retracted or s.over)]
 
     def _step(self, running: list[Sequence], budget: Budget) -> None:
         """One chunk of every sequence, layers outermost: a batch in which nobody depends on anybody."""

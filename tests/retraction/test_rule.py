@@ -41,19 +41,19 @@ def test_a_room_begins_with_its_prompt_and_a_page_and_a_retracted_one_with_all(
 
 def test_who_finds_a_page_grows_and_nobody_is_retracted() -> None:
     growth = grow(holders(True, False, True), budget(2), leaving=False)
-    assert (growth.grown, growth.paused, growth.retracted) == ({key(0), key(2)}, frozenset(), None)
+    assert (growth.grown, growth.starved, growth.retracted) == ({key(0), key(2)}, frozenset(), None)
 
 
 def test_the_oldest_grow_first_and_the_youngest_is_retracted_once() -> None:
     """The youngest, whether it grows or not, and one at a time: its pages may be enough."""
     growth = grow(reversed(holders(True, True, True, False)), budget(1), leaving=False)
-    assert (growth.grown, growth.paused, growth.retracted) == ({key(0)}, {key(1), key(2)}, key(3))
+    assert (growth.grown, growth.starved, growth.retracted) == ({key(0)}, {key(1), key(2)}, key(3))
 
 
 @pytest.mark.parametrize(("coming", "leaving"), [(1, False), (0, True)])
 def test_nobody_is_retracted_while_pages_are_coming(coming: int, leaving: bool) -> None:
     growth = grow(holders(True, True), budget(0, coming), leaving)
-    assert (growth.paused, growth.retracted) == ({key(0), key(1)}, None)
+    assert (growth.starved, growth.retracted) == ({key(0), key(1)}, None)
 
 
 def test_a_room_alone_is_never_retracted() -> None:
@@ -105,10 +105,10 @@ class _Pool:
             room.held += room.age.key in growth.grown
         if growth.retracted is not None:
             self._retract(growth.retracted, held)
-        if not growth.paused:
+        if not growth.starved:
             self._admit(budget_)
         for room in held:
-            if room.age.key not in growth.paused and room.leaving is None:
+            if room.age.key not in growth.starved and room.leaving is None:
                 self._advance(room)
 
     def _let_go(self, room: _Room) -> None:

@@ -233,3 +233,21 @@ async def test_a_control_plane_that_stood_still_blames_nobody(monkeypatch: pytes
             await watching.rounds(3)
             assert watching.wedged == []
             tasks.cancel_scope.cancel()
+
+
+@pytest.mark.asyncio
+async def test_a_control_plane_that_is_always_late_finds_what_is_silent_all_the_same(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    skipped = 0.0
+    real = anyio.current_time
+    monkeypatch.setattr(anyio, "current_time", lambda: real() + skipped)
+    watching = Watch({"a": Watched("a", {0: [(real(), _report())]})})
+    with anyio.fail_after(60):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(watching.run)
+            for _ in range(10):
+                skipped += WEDGE / 4
+                await watching.rounds(1)
+            tasks.cancel_scope.cancel()
+    assert [engine for engine, _ in watching.wedged] == ["a"]
