@@ -23,6 +23,9 @@ from dsv4ctl.controlplane.rooms.states import (
     RoomState,
 )
 
+#: Of a report: how its rank came to abort. The room's own source and reason are the first's.
+_OF_ONE_RANK = frozenset({"source", "reason"})
+
 
 class ParticipantInfo(NamedTuple):
     engine: str
@@ -125,7 +128,7 @@ class Room:
         if rank.done:
             return self._again(incarnation, state)
         rank.reported = True
-        self.details.update(detail)
+        self.details.update((name, value) for name, value in detail.items() if name not in _OF_ONE_RANK)
         if rank.state in ABORTS and state not in ABORTS:
             return []
         rank.state = state

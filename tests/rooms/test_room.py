@@ -64,6 +64,15 @@ def test_a_rank_that_aborts_says_why_and_the_others_are_told() -> None:
     assert (found.source, found.reason) == (AbortSource.INTEGRITY, "index_k differs")
 
 
+def test_what_a_rank_says_later_of_the_abort_is_no_fact_of_the_room() -> None:
+    """A rank that hears of its client's leaving before it hears of the abort that made it leave."""
+    found = room()
+    found.abort(AbortSource.ADMIN, "told to", 101.0)
+    report(found, D, RoomState.ABORTING, source="client", reason="the client left", cached_tokens=3)
+    assert (found.source, found.reason) == (AbortSource.ADMIN, "told to")
+    assert found.details == {"cached_tokens": 3}
+
+
 @pytest.mark.parametrize("source", [None, "nonsense", 7])
 def test_a_rank_that_aborts_without_a_good_reason_aborts_all_the_same(source: object) -> None:
     found = room()
