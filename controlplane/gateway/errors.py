@@ -10,11 +10,11 @@ import msgspec
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.scheduler.live import RoomAbortedError
 
-#: The status of an answer whose room was aborted, by who asked for it. 499: whoever asked does not want it
-#: any more, and no client library retries it.
+#: The status of an answer whose room was aborted, by who asked for it. 499: its client does not want it any more, and
+#: no client library retries it.
 ABORT_STATUS: dict[AbortSource, int] = {
     AbortSource.CLIENT: 499,
-    AbortSource.ADMIN: 499,
+    AbortSource.ADMIN: 503,
     AbortSource.DEADLINE: 504,
     AbortSource.ENGINE_FAULT: 502,
     AbortSource.INTEGRITY: 500,

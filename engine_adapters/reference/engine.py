@@ -384,7 +384,7 @@ class Engine:
         self._rooms.submit(request)
 
     def abort(self, rid: str | None, reason: str) -> int:
-        return self._rooms.abort(rid, reason)
+        return self._rooms.abort(rid, AbortSource.CLIENT, reason)
 
     def flush(self) -> None:
         if alive := len(self._rooms.live):
@@ -395,7 +395,7 @@ class Engine:
     def pause_generation(self, *, abort: bool) -> None:
         self._loop.pause(True)
         if abort:
-            self.abort(None, "aborted by /pause_generation")
+            self._rooms.abort(None, AbortSource.ADMIN, "aborted by /pause_generation")
 
     def continue_generation(self) -> None:
         self._loop.pause(False)

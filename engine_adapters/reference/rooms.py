@@ -172,8 +172,8 @@ class Rooms:
             have = self._pages["full"]
             raise RequestRefusedError(f"{prompt + new} tokens need {pages} pages, this engine has {have}")
 
-    def abort(self, rid: str | None, reason: str) -> int:
+    def abort(self, rid: str | None, source: AbortSource, reason: str) -> int:
         chosen = [s for s in list(self.live.values()) if rid is None or s.request.rid.startswith(rid)]
         for sequence in chosen:
-            self._agent.abort(sequence.key, AbortSource.CLIENT, reason)
+            self._agent.abort(sequence.key, source, reason)
         return len(chosen)

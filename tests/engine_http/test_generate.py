@@ -166,7 +166,7 @@ ABORTS = [
     (AbortSource.DEADLINE, 500),
     (None, 500),
     (AbortSource.DRAIN, 503),
-    (AbortSource.ADMIN, 400),
+    (AbortSource.ADMIN, 503),
     (AbortSource.CLIENT, 400),
 ]
 

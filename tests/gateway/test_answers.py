@@ -245,19 +245,19 @@ async def test_an_abort_answers_its_client_even_if_no_engine_reacts(tmp_path: Pa
 
     config = pair_config(tmp_path, deadlines=DeadlinesConfig(allocated=600.0, ack=600.0))
     async with stage(config, deaf) as running:
-        answers: list[tuple[int, Any]] = []
+        answers: list[tuple[int, str, str]] = []
 
         async def hang() -> None:
             body = ask(prefill={"silent": True}, decode={"silent": True})
             status, _, answer = await post(running, "/generate", body)
-            answers.append((status, answer["error"]["message"]))
+            answers.append((status, answer["error"]["type"], answer["error"]["message"]))
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(hang)
             await until(lambda: all(rank.running for rank in running.ranks.values()))
             await running.plane.abort(None, "the operator says so")
             await until(lambda: bool(answers))
-        assert answers == [(499, "room aborted: the operator says so")]
+        assert answers == [(503, "server_error", "room aborted: the operator says so")]
         assert running.telemetry.of(Event.ROOM_ABORTED) == []
 
 

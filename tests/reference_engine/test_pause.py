@@ -160,7 +160,8 @@ def test_mode_abort_ends_what_runs_and_keeps_what_follows() -> None:
         _, outputs = ask_and_pause(ranks, prompt(1, 300), 3)
         until_paused(ranks)
         ranks.engines[0].pause_generation(abort=True)
-        assert answer(outputs)[1].message == "aborted by /pause_generation"
+        ended = answer(outputs)[1]
+        assert (ended.source, ended.message) == (AbortSource.ADMIN, "aborted by /pause_generation")
         _, waiting = ranks.ask(prompt(2, 100), NEW)
         after_rounds(ranks)
         assert waiting.empty()

@@ -186,7 +186,7 @@ async def test_eighty_aborts_at_once_end_on_both_sides(tmp_path: Path) -> None:
                 await until(lambda: all(rank.running == 80 for rank in running.ranks.values()))
                 aborted = await running.plane.abort(None, "all of them")
                 assert len(aborted["aborted"]) == 80
-            assert statuses == [499] * 80
+            assert statuses == [503] * 80
             await until(lambda: not running.plane_rooms())
         assert await _rooms(running) == {"closed": 0, "aborted": 240}
         for engine in running.ranks:

@@ -178,7 +178,7 @@ async def test_an_engine_that_dies_while_it_drains_is_drained(tmp_path: Path) ->
     async with stage(pair_config(tmp_path, engines=engines)) as running:
 
         async def request() -> None:
-            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 499
+            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 503
 
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(request)

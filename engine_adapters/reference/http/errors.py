@@ -8,9 +8,8 @@ from typing import Any
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.engine_adapters.reference.requests import Finished
 
-#: Aborts that somebody asked for; every other one is the server's failure.
-_ASKED_FOR = (AbortSource.CLIENT, AbortSource.ADMIN)
-_COME_AGAIN = (AbortSource.DRAIN, AbortSource.RETRACTION)
+#: Aborts that are neither the client's wish nor a failure.
+_COME_AGAIN = (AbortSource.ADMIN, AbortSource.DRAIN, AbortSource.RETRACTION)
 
 
 class AnswerError(Exception):
@@ -49,7 +48,7 @@ def aborted(finished: Finished) -> AnswerError:
     """An aborted request is an error, never a short answer: a length or a stop would be believed."""
     if finished.source in _COME_AGAIN:
         status = HTTPStatus.SERVICE_UNAVAILABLE
-    elif finished.source in _ASKED_FOR:
+    elif finished.source is AbortSource.CLIENT:
         status = HTTPStatus.BAD_REQUEST
     else:
         status = HTTPStatus.INTERNAL_SERVER_ERROR
