@@ -33,7 +33,7 @@ Examples:
   dsv4ctl incident --quick --only ranks
 """,
 )
-@click.option("--quick", is_flag=True, help="Six rows on one pair, 16 sessions, under a minute.")
+@click.option("--quick", is_flag=True, help="Six rows on one pair, 16 sessions: about a minute on two idle cores.")
 @click.option(
     "--only",
     metavar="ROW[,ROW]",

@@ -31,8 +31,8 @@ class Event(Enum):
     GUARD_ON = "guard.on", "A guard that was off is on again."
 
     # ---- engines
-    ENGINE_STARTING = "engine.starting", "An engine process is about to be started; `argv`."
-    ENGINE_STARTED = "engine.started", "An engine process runs; `pid`, `incarnation`."
+    ENGINE_STARTING = "engine.starting", "An engine process is about to be started; `incarnation`."
+    ENGINE_STARTED = "engine.started", "An engine process runs; `pid`, `incarnation`, `argv`."
     ENGINE_ADOPTED = "engine.adopted", "A process that outlived its control plane goes on under this one; `pid`."
     ENGINE_NOT_ADOPTED = (
         "engine.not_adopted",
@@ -91,7 +91,7 @@ class Event(Enum):
 
     # ---- gateway and admin
     GATEWAY_LISTENING = "gateway.listening", "The gateway accepts requests; `url`."
-    GATEWAY_REQUEST = "gateway.request", "A request was answered; `path`, `status`, `seconds`."
+    GATEWAY_REQUEST = "gateway.request", "A completion request was answered; `path`, `status`, `seconds`."
     GATEWAY_REFUSED = "gateway.refused", "A request was refused before a room was opened; `status`, `code`."
     GATEWAY_LEG_FAILED = "gateway.leg_failed", "One leg of a request failed; `engine`, `leg`, `reason`."
     GATEWAY_CLIENT_GONE = "gateway.client_gone", "The client left before its answer was complete."

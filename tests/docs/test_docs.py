@@ -13,7 +13,7 @@ from pathlib import Path
 import anyio
 import pytest
 
-from deployment import Deployment, deployed
+from deployment import DECODE, Deployment, deployed
 
 ROOT = Path(__file__).resolve().parents[2]
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -61,11 +61,13 @@ def test_links_lead_somewhere(path: Path) -> None:
 def test_every_command_works(deployment: Deployment) -> None:
     """The README's last command ends the deployment, so its commands come last."""
     gateway = deployment.events("gateway.listening")[0]["url"]
+    decode = next(event["url"] for event in deployment.events("engine.ready") if event["engine"] == DECODE)
     asked = [command for path in (*DOCUMENTS[1:], DOCUMENTS[0]) for command in commands(path)]
     assert len(asked) > len(ELSEWHERE)
     for command in asked:
         if command not in ELSEWHERE:
-            words = shlex.split(command.replace("http://127.0.0.1:30000", gateway))
+            here = command.replace("http://127.0.0.1:30000", gateway).replace("http://127.0.0.1:30001", decode)
+            words = shlex.split(here)
             if words[0] == "dsv4ctl":
                 words[:1] = [str(Path(sys.executable).with_name("dsv4ctl")), "--socket", str(deployment.socket)]
             done = subprocess.run(words, cwd=deployment.folder, capture_output=True, text=True, timeout=120)
