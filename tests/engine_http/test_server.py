@@ -145,6 +145,16 @@ async def test_pause_and_continue() -> None:
         assert client.engine.paused == ["keeping", "aborting", "aborting", "continued"]
 
 
+async def test_pause_and_continue_without_a_body_are_as_with_an_empty_object() -> None:
+    async with served() as client:
+        for path in ("/pause_generation", "/continue_generation"):
+            response = await client.http.post(f"{client.url}{path}")
+            assert (response.status, (await response.json())["status"]) == (200, "ok")
+            refused = await client.http.post(f"{client.url}{path}", data=b"[]")
+            assert refused.status == 400
+        assert client.engine.paused == ["aborting", "continued"]
+
+
 @pytest.mark.parametrize("path", ["/server_info", "/get_server_info"])
 async def test_server_info(path: str) -> None:
     async with served(role="prefill") as client:

@@ -223,14 +223,15 @@ class Front:
 
     async def pause_generation(self, http: web.Request) -> web.Response:
         """SGLang's, but for its mode `retract`. The answer does not wait: /server_info says `paused` when it is so."""
-        mode = string(await _body(http), "mode", _MODE_LENGTH) or "abort"
+        mode = string(await _body(http, optional=True), "mode", _MODE_LENGTH) or "abort"
         if mode not in PAUSE_MODES:
             raise invalid(f"mode is {shown(mode)}: {' or '.join(map(shown, PAUSE_MODES))} expected", "mode")
         self.serving.pause_generation(abort=mode == "abort")
         return web.json_response({"message": "Generation paused successfully.", "status": "ok"})
 
     async def continue_generation(self, http: web.Request) -> web.Response:
-        flag(await _body(http), "torch_empty_cache")  # SGLang's; nothing is cached here that it would free
+        # SGLang's; nothing is cached here that it would free
+        flag(await _body(http, optional=True), "torch_empty_cache")
         self.serving.continue_generation()
         return web.json_response({"message": "Generation continued successfully.", "status": "ok"})
 
@@ -265,15 +266,18 @@ def _error_body(http: web.Request, error: AnswerError) -> dict[str, Any]:
     return openai_error(error) if http.path.startswith("/v1/") else sglang_error(error)
 
 
-async def _body(http: web.Request) -> Body:
-    """The JSON object of a request. Raises AnswerError: 400, or 408 for a client that stalls."""
+async def _body(http: web.Request, *, optional: bool = False) -> Body:
+    """The JSON object of a request; without a body an empty one, where it is `optional`.
+
+    Raises AnswerError: 400, or 408 for a client that stalls.
+    """
     try:
         with anyio.fail_after(STALL_S):
             raw = await http.read()
     except TimeoutError as error:
         message = f"the body did not come within {STALL_S:g} s"
         raise AnswerError(HTTPStatus.REQUEST_TIMEOUT, message) from error
-    return parse(raw)
+    return {} if optional and not raw else parse(raw)
 
 
 async def _send(response: web.StreamResponse, events: list[str]) -> None:
