@@ -12,6 +12,8 @@ from dsv4ctl.controlplane.gateway.errors import RequestError
 
 #: Fields that only the gateway may set.
 _RESERVED = "bootstrap_"
+#: OpenAI's two names for how many tokens an answer has at most.
+_LIMITS = ("max_tokens", "max_completion_tokens")
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
 
 
@@ -37,9 +39,8 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
     for name in body:
         if name.startswith(_RESERVED):
             raise RequestError(400, "reserved_field", f"{name} is set by the gateway alone", param=name)
-    asked = body.get("model", model)
-    if asked != model and path != "/generate":
-        raise RequestError(400, "model_not_found", f"no model {asked!r}; served is {model!r}", param="model")
+    if path != "/generate":
+        _check_openai(body, model)
     stream = body.get("stream", False)
     if not isinstance(stream, bool | None):
         raise RequestError(400, "invalid_type", "stream is true or false", param="stream")
@@ -50,6 +51,20 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
         request_id=_request_id(body, headers, new_id),
         session=headers.get("x-session-id"),
     )
+
+
+def _check_openai(body: dict[str, Any], model: str) -> None:
+    """What an engine could only refuse after a room was opened for it."""
+    asked = body.get("model")
+    if asked is None:
+        raise RequestError(400, "invalid_type", f"model is missing; served is {model!r}", param="model")
+    if asked != model:
+        raise RequestError(400, "model_not_found", f"no model {asked!r}; served is {model!r}", param="model")
+    for name in _LIMITS:
+        limit = body.get(name)
+        if limit is not None and (type(limit) is not int or limit < 1):
+            found = limit if type(limit) is int else _kind(limit)
+            raise RequestError(400, "invalid_value", f"{name} is an integer of at least 1, found {found}", param=name)
 
 
 def _tokens(path: str, body: dict[str, Any]) -> int:

@@ -129,6 +129,8 @@ async def test_no_prompt_text_reaches_the_log(tmp_path: Path) -> None:
         ("/generate", ask(bootstrap_room=7), "bootstrap_room", "reserved_field"),
         ("/generate", ask(bootstrap_host="x"), "bootstrap_host", "reserved_field"),
         ("/v1/chat/completions", {"model": "gpt", "messages": MESSAGES}, "model", "model_not_found"),
+        ("/v1/chat/completions", {"messages": MESSAGES}, "model", "invalid_type"),
+        ("/v1/completions", {"model": MODEL, "prompt": "a", "max_tokens": -1}, "max_tokens", "invalid_value"),
         ("/v1/completions", {"model": MODEL, "prompt": ["a", "b"]}, "prompt", "one_prompt"),
         ("/v1/chat/completions", {"model": MODEL}, "messages", "invalid_type"),
         ("/generate", {}, "text", "invalid_type"),

@@ -25,8 +25,8 @@ def _parse(path: str, body: Any, headers: dict[str, str] | None = None) -> Parse
         ("/generate", {"text": "é"}, 2),
         ("/generate", {"input_ids": [1, 2, 3, 4]}, 4),
         ("/generate", {"input_ids": [[1, 2]]}, 2),
-        ("/v1/completions", {"prompt": ["abc"]}, 3),
-        ("/v1/completions", {"prompt": [1, 2, 3]}, 3),
+        ("/v1/completions", {"model": "m", "prompt": ["abc"]}, 3),
+        ("/v1/completions", {"model": "m", "prompt": [1, 2, 3]}, 3),
     ],
 )
 def test_a_prompts_length_is_estimated_by_its_kind(path: str, body: dict[str, Any], tokens: int) -> None:
@@ -46,6 +46,27 @@ def test_the_request_id_comes_from_the_header_then_the_body_then_us() -> None:
     assert _parse("/generate", {"text": "x"}).request_id == "new"
     with pytest.raises(RequestError, match="printable ASCII"):
         _parse("/generate", {"text": "x", "rid": "line\nbreak"})
+
+
+@pytest.mark.parametrize("path", ["/v1/chat/completions", "/v1/completions"])
+@pytest.mark.parametrize("name", ["max_tokens", "max_completion_tokens"])
+@pytest.mark.parametrize(
+    ("limit", "found"), [(-1, "-1"), (0, "0"), (1.5, "number"), (True, "boolean"), ("8", "string")]
+)
+def test_a_limit_that_no_answer_can_have_is_refused(path: str, name: str, limit: Any, found: str) -> None:
+    body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
+    for good in (1, None):
+        assert _parse(path, {**body, name: good}).body[name] == good
+    with pytest.raises(RequestError, match=f"^{name} is an integer of at least 1, found {found}$") as refused:
+        _parse(path, {**body, name: limit})
+    assert (refused.value.status, refused.value.param) == (400, name)
+
+
+@pytest.mark.parametrize("body", [{"prompt": "x"}, {"model": None, "prompt": "x"}])
+def test_a_missing_model_is_named_with_the_one_served(body: dict[str, Any]) -> None:
+    with pytest.raises(RequestError, match=r"^model is missing; served is 'm'$") as refused:
+        _parse("/v1/completions", body)
+    assert (refused.value.status, refused.value.param) == (400, "model")
 
 
 @pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"\xff", b'{"a": 1} trailing'])
