@@ -38,20 +38,16 @@ class SupervisedPlane:
         self.config = supervisor.config
         self.telemetry = supervisor.telemetry
         self.gateway: str | None = None  #: its URL once it listens
+        self.stopping = False  #: a signal has asked for the end: nothing is resumed any more
 
     # ---- looking ----------------------------------------------------------------------------------
-
-    @property
-    def refusing(self) -> bool:
-        """No new room is opened at all: everything is being drained, and nobody has resumed it."""
-        return self._supervisor.desk.refusing is not None
 
     def state(self) -> str:
         fleet = self._supervisor.fleet
         states = {engine.state for engine in fleet}
         if states == {EngineState.DRAINED}:
             return "stopped"
-        if self.refusing or fleet.draining:
+        if self._supervisor.desk.refusing or fleet.draining:
             return "draining"
         self._ready_once = self._ready_once or states == {EngineState.READY}
         return "ready" if self._ready_once else "starting"
@@ -134,6 +130,9 @@ class SupervisedPlane:
         return {"drained": drained.engines, "left": drained.left}
 
     async def resume(self, engines: list[str]) -> dict[str, Any]:
+        """Undoes what an operator asked for. Raises AdminError after a signal, which is not theirs to take back."""
+        if self.stopping:
+            raise AdminError("refused", "the control plane is stopping on a signal")
         leaving = (EngineState.DRAINING, EngineState.DRAINED, EngineState.FAILED)
         names = self._names(engines)
         resumed = [name for name in names if self._supervisor.fleet.engines[name].state in leaving]

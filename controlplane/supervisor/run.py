@@ -107,15 +107,13 @@ async def _until_over(supervisor: Supervisor, plane: SupervisedPlane, ready: Cal
 
 
 async def _signals(plane: SupervisedPlane, tasks: TaskGroup) -> None:
-    """The first asks, the second insists; a drain that was resumed meanwhile is asked for anew."""
+    """The first asks, the second insists."""
     with anyio.open_signal_receiver(signal.SIGTERM, signal.SIGINT) as signals:
-        draining = False
         async for number in signals:
-            draining = draining and plane.refusing
-            action = "stop now" if draining else "drain"
+            action = "stop now" if plane.stopping else "drain"
             plane.telemetry.emit(Event.STOP_SIGNAL, "warning", signal=number.name, action=action)
-            if draining:
+            if plane.stopping:
                 tasks.cancel_scope.cancel()
                 return
-            draining = True
+            plane.stopping = True
             tasks.start_soon(plane.drain, [], None)

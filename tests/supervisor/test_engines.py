@@ -311,8 +311,8 @@ async def test_a_second_signal_stops_now(tmp_path: Path) -> None:
         assert all(_gone(pid) for pid in pids)
 
 
-async def test_a_signal_after_a_resumed_drain_drains_anew(tmp_path: Path) -> None:
-    """Resume undoes the drain: the next signal is a first one again, and the one after it insists."""
+async def test_resume_undoes_an_operators_drain_of_everything_and_no_signal(tmp_path: Path) -> None:
+    """The first signal after the resumed drain drains anew and is final: the one after it stops now."""
     async with staged(pair_config(tmp_path), _children) as running:
 
         async def request() -> None:
@@ -321,15 +321,20 @@ async def test_a_signal_after_a_resumed_drain_drains_anew(tmp_path: Path) -> Non
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(request)  # a room that no drain outlives
             await until(lambda: bool(running.telemetry.of(Event.ROOM_OPENED)))
-            os.kill(os.getpid(), signal.SIGTERM)
-            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
-            await running.plane.resume([])
+            running.tasks.start_soon(running.plane.drain, [], 600.0)
+            await until(lambda: len(running.telemetry.of(Event.DRAIN_BEGIN)) == 1)
+            assert (await running.plane.resume([]))["resumed"] == ["prefill0", "decode0"]
             os.kill(os.getpid(), signal.SIGTERM)
             await until(lambda: len(running.telemetry.of(Event.DRAIN_BEGIN)) == 2)
+            for engines in ([], ["decode0"]):
+                with pytest.raises(AdminError, match="the control plane is stopping on a signal") as refused:
+                    await running.plane.resume(engines)
+                assert refused.value.code == "refused"
+            assert await _state(running, "decode0") == "draining"
             os.kill(os.getpid(), signal.SIGTERM)
             await until(running.over.is_set)
         actions = [record["action"] for record in running.telemetry.of(Event.STOP_SIGNAL)]
-        assert actions == ["drain", "drain", "stop now"]
+        assert actions == ["drain", "stop now"]
 
 
 async def test_engines_end_with_a_killed_control_plane(tmp_path: Path) -> None:

@@ -182,7 +182,7 @@ class Injector:
         state = self._world.supervisor.fleet.engines[fault.target].state
         if plane is self._world.plane and state is not EngineState.DRAINED:
             self._world.tell(f"{fault.target} was resumed meanwhile: {state.value}")
-        if plane is self._world.plane and not self._world.stopping:
+        if plane is self._world.plane and not plane.stopping:
             await plane.resume([fault.target])
 
     async def _drain_all(self, fault: Fault) -> None:

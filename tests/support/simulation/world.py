@@ -247,7 +247,7 @@ class World:
 
     def _unrest(self) -> str:
         """Who still waits for something, and which engines that are wanted are not ready."""
-        if not self.up or self._last_code is not None:
+        if not self.up or self._last_code is not None or self.plane.stopping:
             return "the control plane is down"
         starting = [e.name for e in self.supervisor.fleet if e.state not in (EngineState.READY, EngineState.FAILED,
                                                                            EngineState.DRAINED)]  # fmt: skip
