@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from difflib import get_close_matches
 from importlib import import_module
 
 import click
@@ -21,6 +22,9 @@ ORDER = (
     *("start", "drain", "resume", "status", "engines", "rooms", "tickets", "abort", "logs"),
     *("trace", "incident", "doctor", "config"),
 )
+
+#: How much of a wrong name a command must share to be suggested: two swapped letters of four, not `logs` for `bogus`.
+NEAR = 0.7
 
 EPILOG = (
     "\b\nExit codes:\n"
@@ -49,6 +53,16 @@ class Commands(click.Group):
         if cmd_name != "incident":
             return super().get_command(ctx, cmd_name)
         return incident()
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """As click does it, but a wrong name is answered with a near one only, `incident` among them."""
+        name = args[0]
+        if not (name.startswith("-") or ctx.resilient_parsing) and self.get_command(ctx, name) is None:
+            near = get_close_matches(name, self.list_commands(ctx), n=1, cutoff=NEAR)
+            ctx.fail(f"No such command {name!r}.{f' Did you mean {near[0]!r}?' if near else ''}")
+        return super().resolve_command(ctx, args)
 
 
 def incident() -> click.Command:

@@ -71,7 +71,7 @@ def _parameter(field: Field) -> click.Parameter:
         return click.Option(
             [field.command, field.name],
             type=None if flag or many else SECONDS if field.kind is float else field.kind,
-            is_flag=flag,
+            is_flag=flag or None,  # False: click would take a value that begins with `-` for another option
             multiple=many,
             help=field.help,
         )

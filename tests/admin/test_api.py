@@ -116,8 +116,8 @@ async def test_acting(tmp_path: Path) -> None:
 
 
 REFUSED = [
-    ("POST", "/abort", {}, 400, "bad_request", "expected one room, or `all`"),
-    ("POST", "/abort", {"room": 7, "all": True}, 400, "bad_request", "expected one room, or `all`"),
+    ("POST", "/abort", {}, 400, "bad_request", "expected one room, or `--all`"),
+    ("POST", "/abort", {"room": 7, "all": True}, 400, "bad_request", "expected one room, or `--all`"),
     ("POST", "/abort", {"room": 9}, 404, "not_found", "no room 9: "),
     ("POST", "/abort", {"room": 5}, 409, "refused", "room 5 has already ended: closed"),
     ("POST", "/abort", {"roon": 9}, 400, "bad_request", "`roon`. Arguments: room, all, reason"),

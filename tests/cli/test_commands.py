@@ -111,7 +111,7 @@ def test_abort(plane: FakePlane, dsv4ctl: Any) -> None:
     assert dsv4ctl("abort", "--all").output == "aborting 2 room(s): 7.1 8.1\n"
     assert plane.asked == [("abort", 7, "test"), ("abort", None, "operator")]
     assert fault(dsv4ctl("abort", "9"), 5).startswith("no room 9: ")
-    assert fault(dsv4ctl("abort"), 2) == "expected one room, or `all` for every room in flight"
+    assert fault(dsv4ctl("abort"), 2) == "expected one room, or `--all` (in JSON: `all`) for every room in flight"
     plane.live[0]["state"] = "aborted"
     assert fault(dsv4ctl("abort", "7"), 4) == "room 7 has already ended: aborted"
 
@@ -126,9 +126,12 @@ def test_drain_names_what_was_left(plane: FakePlane, dsv4ctl: Any) -> None:
     assert plane.asked == [("drain", ["prefill0"], 2.5), ("drain", [], None)]
 
 
-@pytest.mark.parametrize("deadline", ["0", "nan", "inf", "soon"])
-def test_a_deadline_that_is_none_drains_nothing(plane: FakePlane, dsv4ctl: Any, deadline: str) -> None:
-    result = dsv4ctl("drain", f"--deadline={deadline}")
+@pytest.mark.parametrize("words", [["--deadline={}"], ["prefill0", "--deadline", "{}"]], ids=["one word", "two words"])
+@pytest.mark.parametrize("deadline", ["0", "-3", "nan", "inf", "soon"])
+def test_a_deadline_that_is_none_drains_nothing(
+    plane: FakePlane, dsv4ctl: Any, deadline: str, words: list[str]
+) -> None:
+    result = dsv4ctl("drain", *(word.format(deadline) for word in words))
     assert result.exit_code == 2
     assert f"'--deadline': expected a number of seconds above 0, found '{deadline}'" in result.stderr
     assert plane.asked == []
@@ -237,6 +240,16 @@ def test_bad_usage(dsv4ctl: Any, words: list[str]) -> None:
     result = dsv4ctl(*words)
     assert result.exit_code == 2
     assert "Usage: " in result.stderr
+
+
+@pytest.mark.parametrize(
+    ("wrong", "near"), [("bogus", None), ("stauts", "status"), ("lgos", "logs"), ("incidnt", "incident"), ("x", None)]
+)
+def test_a_wrong_command_is_answered_with_a_near_one_only(dsv4ctl: Any, wrong: str, near: str | None) -> None:
+    result = dsv4ctl(wrong)
+    hint = f" Did you mean {near!r}?" if near else ""
+    assert result.exit_code == 2
+    assert result.stderr.splitlines()[-1] == f"Error: No such command {wrong!r}.{hint}"
 
 
 def test_help_lists_commands_exit_codes_and_examples(dsv4ctl: Any) -> None:

@@ -17,7 +17,7 @@ class AbortArguments(Arguments):
 
 async def answer(plane: Plane, args: AbortArguments) -> Json:
     if (args.room is None) is not args.all:
-        raise AdminError("bad_request", "expected one room, or `all` for every room in flight")
+        raise AdminError("bad_request", "expected one room, or `--all` (in JSON: `all`) for every room in flight")
     if args.room is not None:
         rooms = await plane.rooms(args.room)
         if not rooms:
