@@ -17,8 +17,9 @@ from click.testing import CliRunner
 from dsv4ctl.controlplane.admin.registry import VERBS
 from dsv4ctl.controlplane.cli.main import cli
 from dsv4ctl.controlplane.cli.verbs import command
-from dsv4ctl.controlplane.config.schema import Config, EngineConfig, UnsafeConfig
+from dsv4ctl.controlplane.config.schema import Config, DeadlinesConfig, EngineConfig, UnsafeConfig
 from dsv4ctl.controlplane.telemetry.events import Event
+from dsv4ctl.policies.drain import Action, Rooms
 from fake_plane import FakePlane, served_from_thread
 
 
@@ -124,6 +125,23 @@ def test_drain_names_what_was_left(plane: FakePlane, dsv4ctl: Any) -> None:
     assert result.exit_code == 1
     assert result.output == "drained: prefill0 decode0\naborted at the deadline, 2 room(s): 7.1 8.1\n"
     assert plane.asked == [("drain", ["prefill0"], 2.5), ("drain", [], None)]
+
+
+def test_help_and_manual_say_when_a_drain_aborts(dsv4ctl: Any) -> None:
+    """The figures are the rule's, with the default deadlines."""
+    shown = " ".join(dsv4ctl("drain", "--help").output.split())
+    assert "aborted when `deadlines.ack` + `deadlines.fence` of it remain, or half of it if that is less" in shown
+    given = DeadlinesConfig()
+
+    def finish(budget: float) -> float:
+        steps = Rooms(budget=budget, ack=given.ack, fence=given.fence).steps()
+        return next(step.until for step in steps if step.action is Action.FINISH)
+
+    manual = " ".join((Path(__file__).parents[2] / "docs/operations.md").read_text().split())
+    assert (
+        f"By default rooms have {finish(given.drain):g} s of {given.drain:g}, with `--deadline 60` they have "
+        f"{finish(60.0):g}, with `--deadline 10` they have {finish(10.0):g}:"
+    ) in manual
 
 
 @pytest.mark.parametrize("words", [["--deadline={}"], ["prefill0", "--deadline", "{}"]], ids=["one word", "two words"])

@@ -18,7 +18,11 @@ class DrainArguments(Arguments):
     )
     deadline_s: Annotated[
         Seconds | None,
-        argument("Seconds after which rooms that are left are aborted.", "--deadline"),
+        argument(
+            "Seconds for all of it; by default `deadlines.drain`. Rooms that are left are aborted when `deadlines.ack` "
+            "+ `deadlines.fence` of it remain, or half of it if that is less; the rest is for their acks and the stop.",
+            "--deadline",
+        ),
     ] = None
 
 
