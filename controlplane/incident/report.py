@@ -13,7 +13,7 @@ from dsv4ctl.controlplane.incident.evaluate import Comparison, RowResult
 #: Where the ratio of copy time to layer time comes from: the engine's own words.
 PACING_SOURCE = (
     "one layer of an 8-page prefix takes as long to copy as one layer of a 256-token chunk takes to compute "
-    "(engine_adapters/reference/hicache.py: paced_gbps). DeepSeek-V4-Flash: 312 pages of an 80K-token prefix, "
+    "(engine_adapters/reference/copies.py: paced_gbps). DeepSeek-V4-Flash: 312 pages of an 80K-token prefix, "
     "53,824 B a ratio-4 layer, over 53 GB/s host to device shared with the host are 0.3 to 0.6 ms; a layer of a "
     "256-token chunk is about 0.4 ms (155 GFLOP at 400 TFLOP/s)"
 )
