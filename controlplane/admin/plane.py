@@ -21,8 +21,8 @@ class Plane(Protocol):
     telemetry: Telemetry
 
     async def status(self) -> Json:
-        """state, version, pid, uptime_s, gateway, engines (state by name), rooms (count by state), unsafe,
-        quarantined, dropped_log_lines."""
+        """state, version, pid, uptime_s, gateway, engines (state by name), paused (their names), rooms (count by
+        state), unsafe, quarantined, dropped_log_lines."""
 
     async def engines(self) -> list[Json]:
         """One object an engine: name, role, state, pid, incarnations, url, restarts, queues, ledger, ..."""

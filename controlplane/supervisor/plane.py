@@ -20,7 +20,7 @@ from dsv4ctl.controlplane.supervisor.draining import drain
 from dsv4ctl.controlplane.supervisor.supervisor import Supervisor
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.tickets.types import Guard
-from dsv4ctl.controlplane.watchdog.judge import judge_engine
+from dsv4ctl.controlplane.watchdog.judge import State, judge_engine
 
 #: Seconds a rank has to drop its cached pages.
 FLUSH_DEADLINE = 10.0
@@ -54,13 +54,15 @@ class SupervisedPlane:
 
     async def status(self) -> dict[str, Any]:
         supervisor = self._supervisor
+        now, wedge = anyio.current_time(), self.config.deadlines.wedge
         return {
             "state": self.state(),
             "version": version("dsv4ctl"),
             "pid": os.getpid(),
-            "uptime_s": round(anyio.current_time() - self._began, 3),
+            "uptime_s": round(now - self._began, 3),
             "gateway": self.gateway,
             "engines": {engine.name: engine.state.value for engine in supervisor.fleet},
+            "paused": [e.name for e in supervisor.fleet if _verdict(e, now, wedge) is State.PAUSED],
             "rooms": supervisor.desk.counts(),
             "unsafe": list(supervisor.guards_off),
             "quarantined": sum(engine.quarantined for engine in supervisor.fleet),
@@ -197,7 +199,7 @@ def _engine(engine: Engine, now: float, wedge: float) -> dict[str, Any]:
         "role": engine.role.value,
         "state": engine.state.value,
         "cause": engine.cause,
-        "verdict": judge_engine({rank.number: rank.history for rank in ranks}, now, wedge).state.value,
+        "verdict": _verdict(engine, now, wedge).value,
         "pid": ranks[0].pid if ranks else None,
         "pids": [rank.pid for rank in ranks],
         "incarnations": [rank.incarnation for rank in ranks],
@@ -215,6 +217,10 @@ def _engine(engine: Engine, now: float, wedge: float) -> dict[str, Any]:
         "cancellable": engine.cancellable.value,
         "geometry": None if geometry is None else _geometry(geometry),
     }
+
+
+def _verdict(engine: Engine, now: float, wedge: float) -> State:
+    return judge_engine({rank.number: rank.history for rank in engine.ranks.values()}, now, wedge).state
 
 
 def _geometry(geometry: Any) -> dict[str, Any]:

@@ -70,6 +70,13 @@ def test_engines_rooms_and_tickets_as_tables(plane: FakePlane, dsv4ctl: Any) -> 
     assert tickets[2] == "decode0 rank 0: not connected"
 
 
+def test_a_paused_engine_is_seen(plane: FakePlane, dsv4ctl: Any) -> None:
+    plane.paused = ["decode0"]
+    assert "engines  prefill0=ready decode0=ready (paused)\n" in dsv4ctl("status").output
+    states = [line.split()[2:4] for line in dsv4ctl("engines").output.splitlines()[1:]]
+    assert states == [["ready", "4242"], ["ready", "(paused)"]]
+
+
 def test_nothing_in_flight(plane: FakePlane, dsv4ctl: Any) -> None:
     plane.live = []
     assert dsv4ctl("rooms").output == "no rooms in flight\n"

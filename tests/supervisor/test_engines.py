@@ -205,6 +205,16 @@ async def test_a_wedged_engine_that_gives_no_evidence_is_ended_all_the_same(tmp_
         assert "stacks" not in running.telemetry.of(Event.ENGINE_EVIDENCE)[0]
 
 
+async def test_a_paused_engine_is_named(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        assert (await running.plane.status())["paused"] == []
+        running.ranks["decode0"].paused = True  # in its next report
+        with anyio.fail_after(PATIENCE):
+            while (await running.plane.status())["paused"] != ["decode0"]:  # noqa: ASYNC110 - asked as an operator would
+                await anyio.sleep(0.005)
+        assert (await running.plane.engines())[1]["verdict"] == "paused"
+
+
 async def test_an_engine_resumed_while_it_ends_begins_again(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path)) as running:
         ending = running.processes["decode0"]

@@ -95,6 +95,7 @@ class FakeRank:
     running: int = 0
     wedged: bool = False
     quarantined: int = 0
+    paused: bool = False
     guards_off: tuple[str, ...] = ()
     refused: str | None = None
     url: str = ""
@@ -199,7 +200,8 @@ class FakeRank:
             if not self.wedged:
                 self.steps += 1
             ledger = LedgerCounts(pages_quarantined={"full": self.quarantined})
-            await self.send(Progress(self.steps, self.running, {"running": self.running}, ledger, {}))
+            queues = {"running": self.running}
+            await self.send(Progress(self.steps, self.running, queues, ledger, {}, paused=self.paused))
             await anyio.sleep(interval)
 
     # ---- HTTP -------------------------------------------------------------------------------------

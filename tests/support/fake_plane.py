@@ -25,6 +25,7 @@ def engine(name: str, role: str) -> Json:
         "name": name,
         "role": role,
         "state": "ready",
+        "verdict": "idle",
         "pid": 4242,
         "incarnations": [f"{name}-0-1"],
         "url": "http://127.0.0.1:31000",
@@ -61,6 +62,7 @@ class FakePlane:
         self.asked: list[tuple[Any, ...]] = []
         self.live: list[Json] = [room(7), room(8, "decoding")]
         self.left: list[str] = []
+        self.paused: list[str] = []
         self.traced: list[Json] = []
         self.error: Exception | None = None
         self.followers = 0
@@ -77,6 +79,7 @@ class FakePlane:
             "uptime_s": 187.4,
             "gateway": "http://127.0.0.1:30000",
             "engines": {"prefill0": "ready", "decode0": "ready"},
+            "paused": self.paused,
             "rooms": {"sending": 1, "decoding": 1},
             "unsafe": list(self.config.unsafe.off),
             "quarantined": 0,
@@ -84,7 +87,8 @@ class FakePlane:
         }
 
     async def engines(self) -> list[Json]:
-        return [engine("prefill0", "prefill"), engine("decode0", "decode")]
+        engines = [engine("prefill0", "prefill"), engine("decode0", "decode")]
+        return [{**one, "verdict": "paused"} if one["name"] in self.paused else one for one in engines]
 
     async def rooms(self, room: int | None) -> list[Json]:
         if room is None:

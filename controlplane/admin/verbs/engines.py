@@ -34,7 +34,7 @@ def _row(engine: Json) -> tuple[Any, ...]:
     return (
         engine["name"],
         engine["role"],
-        engine["state"],
+        f"{engine['state']} (paused)" if engine["verdict"] == "paused" else engine["state"],
         engine["pid"],
         engine["url"],
         engine["restarts"],

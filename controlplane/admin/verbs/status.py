@@ -20,7 +20,10 @@ def render(status: Any) -> str:
         "pid": status["pid"],
         "up": table.seconds(status["uptime_s"]),
         "gateway": status["gateway"],
-        "engines": status["engines"],
+        "engines": {
+            name: f"{state} (paused)" if name in status["paused"] else state
+            for name, state in status["engines"].items()
+        },
         "rooms": status["rooms"] or "none",
     }
     if status["unsafe"]:
