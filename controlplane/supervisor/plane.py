@@ -47,8 +47,10 @@ class SupervisedPlane:
         states = {engine.state for engine in fleet}
         if states == {EngineState.DRAINED}:
             return "stopped"
-        if self._supervisor.desk.refusing or fleet.draining:
+        if self._supervisor.desk.refusing:
             return "draining"
+        if fleet.draining:
+            return "draining" if EngineState.DRAINING in states else "drained"
         self._ready_once = self._ready_once or states == {EngineState.READY}
         return "ready" if self._ready_once else "starting"
 

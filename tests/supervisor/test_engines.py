@@ -153,6 +153,7 @@ async def test_draining_one_engine_leaves_the_plane_and_resume_brings_it_back(tm
         assert drained == {"drained": ["decode0"], "left": []}
         assert _gone(first)
         assert (await _state(running, "decode0"), await _state(running, "prefill0")) == ("drained", "ready")
+        assert (await running.plane.status())["state"] == "drained"  # nothing is left that drains
         assert (await running.plane.resume([]))["resumed"] == ["decode0"]
         await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
         status, _, _ = await post(running, "/generate", ask())
