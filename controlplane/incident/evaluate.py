@@ -232,7 +232,8 @@ def verdict(result: RowResult) -> str:
         return "; ".join(broken) or "clean"
     tries = f"{result.aborts} aborts" if result.waves or result.storm else f"{result.requests} requests"
     edges = ", ".join(f"{edge} ({count}x)" for edge, count in result.edges.items())
-    return "; ".join([f"not provoked in {tries}; edge violated: {edges or 'none'}", *broken])
+    shown = f"damage: {'; '.join(broken)} in {tries}" if broken else f"not provoked in {tries}"
+    return f"{shown}; edge violated: {edges or 'none'}"
 
 
 # ---- the whole run ------------------------------------------------------------------------------------

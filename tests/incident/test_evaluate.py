@@ -82,6 +82,9 @@ def test_what_did_not_end_is_stuck_and_what_ended_badly_failed() -> None:
     assert (result.stuck, result.failed, result.transfer_timeouts) == (2, 1, 1)
     assert result.errors == ["502: engine fault"]
     assert problems([(ON, result)]) == ["on: guards on, and yet 2 stuck, 1 failed"]
+    assert row(INDEXER, requests, rooms, left=["99.1"]).verdict.startswith(
+        "damage: 2 stuck; 1 failed in 3 requests; edge"
+    )
 
 
 def test_not_provoked_says_in_how_many_tries_and_which_edge_was_violated() -> None:
