@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -52,6 +53,18 @@ class Desk(RoomDesk):
         self.abort(live, AbortSource.ADMIN, "over")
         for name in live.room.participants:
             self._apply(live, live.room.fenced(name, anyio.current_time()))
+
+    @asynccontextmanager
+    async def keeping_deadlines(
+        self, beat: Callable[[], None] = lambda: None
+    ) -> AsyncIterator[list[tuple[str, float]]]:
+        """The deadline loop runs. What is fenced is told, and when."""
+        fenced: list[tuple[str, float]] = []
+        self._fence = lambda incarnation, _: fenced.append((incarnation, anyio.current_time()))
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(self.keep_deadlines, beat)
+            yield fenced
+            tasks.cancel_scope.cancel()
 
     async def look(self) -> None:
         """One turn of the deadline loop."""
@@ -152,11 +165,8 @@ def test_a_deadline_loop_that_died_forgot_no_room() -> None:
 def test_after_a_standstill_acks_that_wait_in_the_sockets_are_heard_first() -> None:
     async def main(loop: VirtualLoop) -> None:
         desk = Desk(2)
-        fenced: list[str] = []
-        desk._fence = lambda incarnation, reason: fenced.append(incarnation)
         heard, silent = desk.live.values()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(desk.keep_deadlines, lambda: None)
+        async with desk.keeping_deadlines() as fenced:
             await anyio.sleep(1.0)
             for live in (heard, silent):
                 desk.abort(live, AbortSource.ADMIN, "over")
@@ -166,8 +176,7 @@ def test_after_a_standstill_acks_that_wait_in_the_sockets_are_heard_first() -> N
             for name in heard.room.participants:
                 desk._apply(heard, heard.room.ack(name, Quiet.QUIET, loop.time()))
             await anyio.sleep(1.0)
-            tasks.cancel_scope.cancel()
-        assert fenced == ["prefill"], "the one that said nothing then either"
+        assert [name for name, _ in fenced] == ["prefill"], "the one that said nothing then either"
         assert heard.ended.is_set()
 
     virtual.run(main)
@@ -178,11 +187,8 @@ def test_after_a_standstill_what_one_rank_says_hurries_no_verdict_on_the_other()
 
     async def main(loop: VirtualLoop) -> None:
         desk = Desk(2)
-        fenced: list[str] = []
-        desk._fence = lambda incarnation, reason: fenced.append(incarnation)
         early, late = desk.live.values()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(desk.keep_deadlines, lambda: None)
+        async with desk.keeping_deadlines() as fenced:
             desk.abort(early, AbortSource.ADMIN, "over")
             await anyio.sleep(2.0)
             desk.abort(late, AbortSource.ADMIN, "over")
@@ -193,8 +199,7 @@ def test_after_a_standstill_what_one_rank_says_hurries_no_verdict_on_the_other()
             assert fenced == []
             desk._apply(late, late.room.ack("prefill", Quiet.QUIET, loop.time()))
             await anyio.sleep(1.0)
-            tasks.cancel_scope.cancel()
-        assert fenced == ["prefill"], "of the other room"
+        assert [name for name, _ in fenced] == ["prefill"], "of the other room"
         assert late.ended.is_set()
 
     virtual.run(main)
@@ -204,18 +209,14 @@ def test_after_a_standstill_a_deadline_that_passes_while_others_are_heard_waits_
     async def main(loop: VirtualLoop) -> None:
         desk = Desk(2)
         early, late = desk.live.values()
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(desk.keep_deadlines, lambda: None)
+        async with desk.keeping_deadlines() as fenced:
             desk.abort(early, AbortSource.ADMIN, "over")
             await anyio.sleep(2.0)
             desk.abort(late, AbortSource.ADMIN, "over")
-            fenced: list[float] = []
-            desk._fence = lambda *_: fenced.append(loop.time())
             loop.jump(desk._deadlines["ack"] - 0.25)
             went_on = loop.time()
             await anyio.sleep(1.0)
-            tasks.cancel_scope.cancel()
-        assert fenced == [pytest.approx(went_on + HEARD)] * 2
+        assert [at for _, at in fenced] == [pytest.approx(went_on + HEARD)] * 2
 
     virtual.run(main)
 
@@ -232,10 +233,8 @@ def test_a_loop_that_is_always_late_judges_all_the_same() -> None:
             if live.room.state is RoomState.ALLOCATED and looks < 10:
                 loop.jump(5.0)
 
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(desk.keep_deadlines, slow)
+        async with desk.keeping_deadlines(slow):
             await live.aborting.wait()
-            tasks.cancel_scope.cancel()
         assert looks == 2
 
     virtual.run(main)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import AsyncIterator, Callable
+from contextlib import asynccontextmanager
 from typing import Any
 
 import anyio
@@ -192,6 +194,14 @@ class Watch:
         while self._beats < until:
             await self._beaten.wait()
 
+    @asynccontextmanager
+    async def running(self) -> AsyncIterator[None]:
+        with anyio.fail_after(60):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(self.run)
+                yield
+                tasks.cancel_scope.cancel()
+
     def _beat(self) -> None:
         self._beats += 1
         self._beaten.set()
@@ -205,49 +215,48 @@ class Watch:
         await watch(self.engines.values, self._found, WEDGE, self._beat)
 
 
+@pytest.fixture
+def skip(monkeypatch: pytest.MonkeyPatch) -> Callable[[float], None]:
+    """Makes the clock jump by so many seconds, as it has for a process that did not run."""
+    skipped = 0.0
+    real = anyio.current_time
+
+    def jump(seconds: float) -> None:
+        nonlocal skipped
+        skipped += seconds
+
+    monkeypatch.setattr(anyio, "current_time", lambda: real() + skipped)
+    return jump
+
+
 @pytest.mark.asyncio
 async def test_the_watch_reports_each_wedged_engine_and_beats() -> None:
     dead = _report(loops={"sender": LoopStatus(0, "gone")})
     now = anyio.current_time()
     watching = Watch({name: Watched(name, {0: [(now, report)]}) for name, report in (("a", dead), ("b", _report()))})
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watching.run)
-            await watching.rounds(3)
-            tasks.cancel_scope.cancel()
+    async with watching.running():
+        await watching.rounds(3)
     assert watching.wedged == [("a", "rank 0: loop sender died: gone")]
 
 
 @pytest.mark.asyncio
-async def test_a_control_plane_that_stood_still_blames_nobody(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_a_control_plane_that_stood_still_blames_nobody(skip: Callable[[float], None]) -> None:
     """It was stopped, or its machine slept: what the ranks said meanwhile waits in the sockets."""
-    skipped = 0.0
-    real = anyio.current_time
-    monkeypatch.setattr(anyio, "current_time", lambda: real() + skipped)
-    watching = Watch({"a": Watched("a", {0: [(real(), _report())]})})
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watching.run)
-            await watching.rounds(1)
-            skipped = 10 * WEDGE
-            await watching.rounds(3)
-            assert watching.wedged == []
-            tasks.cancel_scope.cancel()
+    watching = Watch({"a": Watched("a", {0: [(anyio.current_time(), _report())]})})
+    async with watching.running():
+        await watching.rounds(1)
+        skip(10 * WEDGE)
+        await watching.rounds(3)
+        assert watching.wedged == []
 
 
 @pytest.mark.asyncio
 async def test_a_control_plane_that_is_always_late_finds_what_is_silent_all_the_same(
-    monkeypatch: pytest.MonkeyPatch,
+    skip: Callable[[float], None],
 ) -> None:
-    skipped = 0.0
-    real = anyio.current_time
-    monkeypatch.setattr(anyio, "current_time", lambda: real() + skipped)
-    watching = Watch({"a": Watched("a", {0: [(real(), _report())]})})
-    with anyio.fail_after(60):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(watching.run)
-            for _ in range(10):
-                skipped += WEDGE / 4
-                await watching.rounds(1)
-            tasks.cancel_scope.cancel()
+    watching = Watch({"a": Watched("a", {0: [(anyio.current_time(), _report())]})})
+    async with watching.running():
+        for _ in range(10):
+            skip(WEDGE / 4)
+            await watching.rounds(1)
     assert [engine for engine, _ in watching.wedged] == ["a"]
