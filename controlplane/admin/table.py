@@ -43,6 +43,11 @@ def cell(value: Any) -> str:
     return str(value)
 
 
+def state(value: str, *, paused: bool) -> str:
+    """An engine's state; one that was told to pause is not in another for it."""
+    return f"{value} (paused)" if paused else value
+
+
 def seconds(value: float | None) -> str:
     """A duration: `0.42s`, `12s`, `3m07s`, `2h05m`."""
     if value is None:

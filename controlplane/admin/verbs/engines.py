@@ -34,7 +34,7 @@ def _row(engine: Json) -> tuple[Any, ...]:
     return (
         engine["name"],
         engine["role"],
-        f"{engine['state']} (paused)" if engine["verdict"] == "paused" else engine["state"],
+        table.state(engine["state"], paused=engine["verdict"] == "paused"),
         engine["pid"],
         engine["url"],
         engine["restarts"],

@@ -21,8 +21,7 @@ def render(status: Any) -> str:
         "up": table.seconds(status["uptime_s"]),
         "gateway": status["gateway"],
         "engines": {
-            name: f"{state} (paused)" if name in status["paused"] else state
-            for name, state in status["engines"].items()
+            name: table.state(state, paused=name in status["paused"]) for name, state in status["engines"].items()
         },
         "rooms": status["rooms"] or "none",
     }
