@@ -2,17 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+
 import torch
 
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, Gate
 from dsv4ctl.kernels import index_k, ops
-from dsv4ctl.kernels.logits import HEADS, query_blocks
+from dsv4ctl.kernels.logits import HEADS, QueryBlocks, query_blocks
 from dsv4ctl.kernels.tickets import Tickets
 
 #: Queries of a chunk that one program of the kernel takes together.
 _ROWS = 4
 #: Multiprocessors left to the loader while the kernel waits for it.
 _RESERVED = 16
+
+
+@functools.lru_cache(maxsize=512)
+def _blocks(tokens: int, device: torch.device) -> QueryBlocks:
+    """Of one chunk: the same in every layer, and made of lists, which the device waits for."""
+    return query_blocks([tokens], 1 if tokens == 1 else _ROWS, device)
 
 
 def paged_logits(query: torch.Tensor, weights: torch.Tensor, chunk: Chunk, layer: int, gate: Gate) -> torch.Tensor:
@@ -31,7 +39,7 @@ def paged_logits(query: torch.Tensor, weights: torch.Tensor, chunk: Chunk, layer
     shares[:, :heads] = weights
     table = chunk.full_pages.to(torch.int32)[None]
     lengths = torch.full((tokens,), blocks, dtype=torch.int32, device=query.device)
-    queries = query_blocks([tokens], 1 if tokens == 1 else _ROWS, query.device)
+    queries = _blocks(tokens, query.device)
     out = query.new_empty(tokens, table.shape[1] * index_k.KEYS)
 
     def launch(acquired: Tickets | None) -> None:
