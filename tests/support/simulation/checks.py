@@ -115,10 +115,18 @@ class Checks:
             self._violated("S5", f"{rank.name} was sent {planned.aborts._seq} aborts and has {taken}")
 
     def _wedged(self, engine: Engine) -> None:
-        """One with work that does none of it is found out in time."""
+        """One with work that does none of it is found out in time, which counts while its ranks are heard of.
+
+        Of one that is stopped or cut off meanwhile it is its silence that counts (`round`): what it did just before
+        the fault is told, as progress, once it goes on.
+        """
         world, now = self._world, self._world.loop.time()
         ranks = [world.host.ranks[incarnation] for incarnation in engine.ranks if incarnation in world.host.ranks]
-        if not (engine.ready and ranks and ranks[0].group.wedged and ranks[0].group.work()):
+        wedged = engine.ready and ranks and ranks[0].group.wedged and ranks[0].group.work()
+        heard = (
+            planned.history and world.elapsed(planned.history[-1].at) <= SLACK for planned in engine.ranks.values()
+        )
+        if not (wedged and all(heard)):
             self._idle_since.pop(engine.name, None)
         elif world.elapsed(self._idle_since.setdefault(engine.name, now)) > world.config.deadlines.wedge + 2 * SLACK:
             self._violated("S5", f"{engine.name} has work and does none of it, and nobody says so")
