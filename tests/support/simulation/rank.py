@@ -60,14 +60,15 @@ _TRACE_EVENTS = 4096
 
 
 class _Agent(Agent):
-    """The agent, and in which order it applied its aborts."""
+    """The agent, and in which order it applied its aborts; that of a room which is over here changes nothing."""
 
     def __init__(self, *arguments: Any) -> None:
         super().__init__(*arguments)
         self.applied: list[RoomKey] = []
 
     def _apply_abort(self, entry: AbortEntry) -> None:
-        self.applied.append(entry.key)
+        if self._rooms.ended(entry.key) is None:
+            self.applied.append(entry.key)
         super()._apply_abort(entry)
 
 
