@@ -28,6 +28,8 @@ from dsv4ctl.controlplane.link.wire import (
 QUEUE_FRAMES = 4096
 #: A rank that connects says Hello within this many seconds.
 HELLO_DEADLINE = 5.0
+#: A look that comes so many seconds late: this process did not run, and what was said meanwhile waits in its sockets.
+LATE = 1.0
 _CHUNK = 65536
 
 _frames = msgspec.msgpack.Decoder(ToControlPlane)

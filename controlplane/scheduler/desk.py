@@ -15,7 +15,7 @@ import msgspec
 
 from dsv4ctl.controlplane.config.schema import Config
 from dsv4ctl.controlplane.link.codec import FrameError
-from dsv4ctl.controlplane.link.server import LinkLostError
+from dsv4ctl.controlplane.link.server import LATE, LinkLostError
 from dsv4ctl.controlplane.link.wire import (
     Abort,
     AbortAck,
@@ -52,9 +52,8 @@ from dsv4ctl.controlplane.telemetry.log import Level, Telemetry
 ENDED_KEPT = 1024
 #: Of a room number: it is drawn, so that none is ever used twice.
 ROOM_BITS = 63
-#: A look at deadlines that comes so many seconds late: this process did not run. What was said meanwhile waits in the
-#: sockets: the rooms whose deadline passed are judged `HEARD` seconds later.
-LATE, HEARD = 1.0, 0.5
+#: Seconds after a look that came `LATE` at which the rooms whose deadline passed are judged.
+HEARD = 0.5
 
 
 @dataclass

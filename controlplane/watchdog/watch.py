@@ -7,12 +7,11 @@ from typing import NamedTuple
 
 import anyio
 
+from dsv4ctl.controlplane.link.server import LATE
 from dsv4ctl.controlplane.watchdog.judge import History, State, judge_engine
 
 #: Seconds between two rounds.
 PERIOD = 0.25
-#: A round that comes so many seconds late: this process did not run, so that nobody's silence counts before it.
-LATE = 1.0
 
 
 class Watched(NamedTuple):
