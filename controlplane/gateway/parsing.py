@@ -39,7 +39,9 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
     for name in body:
         if name.startswith(_RESERVED):
             raise RequestError(400, "reserved_field", f"{name} is set by the gateway alone", param=name)
-    if path != "/generate":
+    if path == "/generate":
+        _check_sglang(body)
+    else:
         _check_openai(body, model)
     stream = body.get("stream", False)
     if not isinstance(stream, bool | None):
@@ -61,10 +63,25 @@ def _check_openai(body: dict[str, Any], model: str) -> None:
     if asked != model:
         raise RequestError(400, "model_not_found", f"no model {asked!r}; served is {model!r}", param="model")
     for name in _LIMITS:
-        limit = body.get(name)
-        if limit is not None and (type(limit) is not int or limit < 1):
-            found = limit if type(limit) is int else _kind(limit)
-            raise RequestError(400, "invalid_value", f"{name} is an integer of at least 1, found {found}", param=name)
+        _check_limit(body, name, 1)
+
+
+def _check_sglang(body: dict[str, Any]) -> None:
+    """What no engine takes; 0 new tokens SGLang does, and answers with no text."""
+    sampling = body.get("sampling_params")
+    if isinstance(sampling, list) and len(sampling) == 1:  # as a list of one prompt is one
+        (sampling,) = sampling
+    if not isinstance(sampling, dict | None):
+        found = f"sampling_params is an object, found {_kind(sampling)}"
+        raise RequestError(400, "invalid_type", found, param="sampling_params")
+    _check_limit(sampling or {}, "max_new_tokens", 0)
+
+
+def _check_limit(fields: dict[str, Any], name: str, low: int) -> None:
+    limit = fields.get(name)
+    if limit is not None and (type(limit) is not int or limit < low):
+        found = limit if type(limit) is int else _kind(limit)
+        raise RequestError(400, "invalid_value", f"{name} is an integer of at least {low}, found {found}", param=name)
 
 
 def _tokens(path: str, body: dict[str, Any]) -> int:

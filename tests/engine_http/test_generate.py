@@ -134,6 +134,7 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"input_ids": [1], "sampling_params": {"temperature": "0"}}, 'temperature is "0": a number expected'),
     ({"input_ids": [1], "sampling_params": {"temperature": float("nan")}}, "temperature is NaN: a number"),
     ({"input_ids": [1], "sampling_params": {"max_new_tokens": 0}}, "max_new_tokens is 0: an integer of at"),
+    ({"input_ids": [1], "sampling_params": {"max_new_tokens": 1.0}}, "max_new_tokens is 1.0: an integer of at"),
     ({"input_ids": [1], "sampling_params": {"max_new_token": 4}}, "did you mean max_new_tokens?"),
     ({"input_ids": [1], "sampling_params": {"n": 2}}, "n 2 is not supported"),
     ({"input_ids": [1], "sampling_params": {"stop": ["x"]}}, 'stop ["x"] is not supported'),

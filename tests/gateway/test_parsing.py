@@ -62,6 +62,29 @@ def test_a_limit_that_no_answer_can_have_is_refused(path: str, name: str, limit:
     assert (refused.value.status, refused.value.param) == (400, name)
 
 
+@pytest.mark.parametrize(
+    ("limit", "found"), [(-1, "-1"), (1.0, "number"), (True, "boolean"), ("8", "string"), ([8], "array")]
+)
+def test_what_no_engine_takes_as_max_new_tokens_is_refused(limit: Any, found: str) -> None:
+    """How many are too many, and whether 0 is too few, is the engine's to say: SGLang takes 0, the embedded one not."""
+    for good in (0, 1, 2**70, None):
+        body = {"text": "x", "sampling_params": {"max_new_tokens": good}}
+        assert _parse("/generate", body).body == body
+    with pytest.raises(RequestError, match=f"^max_new_tokens is an integer of at least 0, found {found}$") as refused:
+        _parse("/generate", {"text": "x", "sampling_params": {"max_new_tokens": limit}})
+    assert (refused.value.status, refused.value.param) == (400, "max_new_tokens")
+
+
+def test_sampling_params_of_several_requests_are_refused() -> None:
+    one = {"max_new_tokens": 1}
+    for good in (None, one, [one]):
+        assert _parse("/generate", {"text": ["x"], "sampling_params": good}).tokens == 1
+    with pytest.raises(RequestError, match=r"^sampling_params is an object, found array$"):
+        _parse("/generate", {"text": "x", "sampling_params": [one, one]})
+    with pytest.raises(RequestError, match=r"^max_new_tokens is"):
+        _parse("/generate", {"text": ["x"], "sampling_params": [{"max_new_tokens": -1}]})
+
+
 @pytest.mark.parametrize("body", [{"prompt": "x"}, {"model": None, "prompt": "x"}])
 def test_a_missing_model_is_named_with_the_one_served(body: dict[str, Any]) -> None:
     with pytest.raises(RequestError, match=r"^model is missing; served is 'm'$") as refused:
