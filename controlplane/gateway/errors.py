@@ -21,6 +21,9 @@ ABORT_STATUS: dict[AbortSource, int] = {
     AbortSource.DRAIN: 503,
     AbortSource.RETRACTION: 503,  # seen by nobody but who asks an engine directly: the room begins again
 }
+#: Aborts after which the same request is not to be made again by itself: an operator ended it, or its time is used up
+#: (its next room would have as little). The official clients repeat every other answer from 500 on.
+_NOT_AGAIN = frozenset({AbortSource.ADMIN, AbortSource.DRAIN, AbortSource.DEADLINE})
 
 
 class RequestError(Exception):
@@ -66,7 +69,9 @@ class EngineAnswerError(RequestError):
 
 
 def of_abort(error: RoomAbortedError) -> RequestError:
-    return RequestError(ABORT_STATUS[error.source], error.source.value, f"room aborted: {error.reason}")
+    headers = {"x-should-retry": "false"} if error.source in _NOT_AGAIN else {}
+    message = f"room aborted: {error.reason}"
+    return RequestError(ABORT_STATUS[error.source], error.source.value, message, headers=headers)
 
 
 def message_in(raw: bytes) -> str:

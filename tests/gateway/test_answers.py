@@ -24,8 +24,8 @@ MESSAGES: Any = [{"role": "user", "content": "hello"}]
 
 
 @asynccontextmanager
-async def _client(running: Stage) -> AsyncIterator[openai.AsyncOpenAI]:
-    async with openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="none", max_retries=0) as client:
+async def _client(running: Stage, max_retries: int = 0) -> AsyncIterator[openai.AsyncOpenAI]:
+    async with openai.AsyncOpenAI(base_url=running.url + "/v1", api_key="none", max_retries=max_retries) as client:
         yield client
 
 
@@ -185,6 +185,7 @@ async def test_over_admission_is_429_with_a_time_to_come_back(tmp_path: Path) ->
             status, headers, refused = await post(running, "/generate", ask())
             assert (status, refused["error"]["code"]) == (429, "over_admission")
             assert int(headers["Retry-After"]) >= 1
+            assert "x-should-retry" not in headers
         await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
         status, _, _ = await post(running, "/generate", ask())
         assert status == 200
@@ -208,8 +209,9 @@ async def test_without_a_pair_every_route_says_why(tmp_path: Path) -> None:
         async with client.get(running.url + "/health") as answer:
             assert answer.status == 503
             assert "decode0 is drained" in (await answer.json())["error"]["message"]
-        status, _, answer_body = await post(running, "/generate", ask())
+        status, headers, answer_body = await post(running, "/generate", ask())
         assert (status, answer_body["error"]["code"]) == (503, "draining")
+        assert "x-should-retry" not in headers, "another control plane, or the next life of the engine, serves it"
         await running.plane.resume(["decode0"])
         await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
         status, _, _ = await post(running, "/generate", ask())
@@ -261,6 +263,24 @@ async def test_an_abort_answers_its_client_even_if_no_engine_reacts(tmp_path: Pa
             await until(lambda: bool(answers))
         assert answers == [(503, "server_error", "room aborted: the operator says so")]
         assert running.telemetry.of(Event.ROOM_ABORTED) == []
+
+
+async def test_the_openai_client_does_not_repeat_what_an_operator_aborted(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running, _client(running, max_retries=1) as client:
+
+        async def abort() -> None:
+            await until(lambda: bool(running.ranks["decode0"].running))
+            await running.plane.abort(None, "the operator says so")
+
+        with anyio.fail_after(PATIENCE):
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(abort)
+                with pytest.raises(openai.InternalServerError) as aborted:
+                    await client.completions.create(
+                        model=MODEL, prompt="hello", extra_body={"fake": {"decode": {"silent": True}}}
+                    )
+        assert (aborted.value.status_code, aborted.value.code) == (503, "admin")
+        assert len(running.telemetry.of(Event.ROOM_OPENED)) == 1
 
 
 async def test_a_mismatch_is_prefilled_once_more_in_a_new_room(tmp_path: Path) -> None:

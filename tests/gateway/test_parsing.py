@@ -9,9 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as some
 
-from dsv4ctl.controlplane.gateway.errors import RequestError, message_in
+from dsv4ctl.controlplane.gateway.errors import RequestError, message_in, of_abort
 from dsv4ctl.controlplane.gateway.events import MAX_EVENT_BYTES, EventCutter, EventError, error_in, is_done
 from dsv4ctl.controlplane.gateway.parsing import Parsed, parse
+from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
+from dsv4ctl.controlplane.scheduler.live import RoomAbortedError
 
 
 def _parse(path: str, body: Any, headers: dict[str, str] | None = None) -> Parsed:
@@ -136,3 +138,10 @@ def test_done_and_errors_are_told_from_text_about_them() -> None:
 )
 def test_an_engines_message_is_found_in_any_shape(raw: bytes) -> None:
     assert message_in(raw) == "m"
+
+
+@pytest.mark.parametrize("source", AbortSource)
+def test_an_answer_says_whether_its_request_may_be_made_again(source: AbortSource) -> None:
+    headers = of_abort(RoomAbortedError(RoomKey(7, 1), source, "why")).headers
+    wanted = source in (AbortSource.ADMIN, AbortSource.DRAIN, AbortSource.DEADLINE)
+    assert headers.get("x-should-retry") == ("false" if wanted else None)
