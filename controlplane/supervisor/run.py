@@ -2,12 +2,8 @@
 
 from __future__ import annotations
 
-import shutil
 import signal
-import tempfile
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Callable
 
 import anyio
 from anyio.abc import TaskGroup
@@ -16,9 +12,9 @@ from dsv4ctl.controlplane.admin.plane import Plane
 from dsv4ctl.controlplane.admin.server import admin_server
 from dsv4ctl.controlplane.admin.socket import resolve
 from dsv4ctl.controlplane.config.schema import Config
-from dsv4ctl.controlplane.config.semantics import SURVIVORS
 from dsv4ctl.controlplane.gateway.app import serve_gateway
 from dsv4ctl.controlplane.scheduler.fleet import EngineState
+from dsv4ctl.controlplane.supervisor.folder import own_folder
 from dsv4ctl.controlplane.supervisor.launch import AdapterLauncher
 from dsv4ctl.controlplane.supervisor.plane import SupervisedPlane
 from dsv4ctl.controlplane.supervisor.runner import Launcher
@@ -44,7 +40,7 @@ async def run(
     `ready` is called once, when every engine is. Signals: SIGTERM or SIGINT drains, a second one stops now.
     Raises SocketError (admin socket) or OSError (gateway port) before any engine is started.
     """
-    with _folder(config) as folder:
+    with own_folder(config) as folder:
         link = str(folder / "link.sock")
         supervisor = Supervisor(config, telemetry, link, launcher(config, link))
         plane = SupervisedPlane(supervisor)
@@ -57,22 +53,6 @@ async def run(
             supervisor.desk.refusing = "stopped"
     telemetry.emit(Event.STOP_DONE, exit_code=code)
     return code
-
-
-@contextmanager
-def _folder(config: Config) -> Iterator[Path]:
-    """Where the link's socket is. With engines that survive, now or in an earlier run, it has a name to be found by.
-
-    That one is removed once every engine has ended in order; whoever fails before leaves it to the next start.
-    """
-    lasting = Path(f"{resolve(config.socket)}{SURVIVORS}")
-    if lasting.exists() or any(engine.survive for engine in config.engines):
-        lasting.mkdir(mode=0o700, parents=True, exist_ok=True)
-        yield lasting
-        shutil.rmtree(lasting)
-        return
-    with tempfile.TemporaryDirectory(prefix="dsv4ctl-") as folder:
-        yield Path(folder)
 
 
 async def serve(supervisor: Supervisor, plane: SupervisedPlane, ready: Callable[[Plane], None]) -> int:
