@@ -4,17 +4,20 @@
 
 A prefill and a decode engine share the card. Sessions of growing prompts with shared prefixes run at once, against
 a prefill pool that holds a part of them, so that prefixes come back from the host while they are wanted. Every answer
-is compared with the oracle's on the same device. Then the indexer's ticket is switched off and the same is done:
-what is wrong then is counted, not judged.
+is compared with the oracle's on the same device (equal shapes: the same chunks, one sequence at a time). Then the
+indexer's ticket is switched off and the same is done: what is wrong then is counted, not judged.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import multiprocessing
 import platform
 import statistics
 import sys
+import time
+from concurrent.futures import ProcessPoolExecutor
 from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
@@ -24,7 +27,7 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "tests" / "support"))
 
-from deployment import DECODE, PAGE, PREFILL, Client, deployed, prompt
+from deployment import DECODE, PAGE, PREFILL, Client, Deployment, deployed, prompt
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.oracle import Oracle
 
@@ -32,6 +35,10 @@ from dsv4ctl.engine_adapters.reference.oracle import Oracle
 PREFIX, TURN, ANSWER = 4 * PAGE, 2 * PAGE - 16, 16
 #: Sessions that share a prefix.
 GROUP = 4
+DTYPES = ("bf16", "fp8")
+
+Right = dict[tuple[int, int], list[int]]
+"""(session, turn) -> the oracle's answer."""
 
 
 def asked(session: int, turn: int) -> list[int]:
@@ -40,9 +47,16 @@ def asked(session: int, turn: int) -> list[int]:
     return prompt(session // GROUP, PREFIX) + [token for one in turns for token in one]
 
 
-async def play(client: Client, sessions: int, rounds: int, right: dict[tuple[int, int], list[int]]) -> dict[str, Any]:
+def answers(dtype: str, device: str, sessions: int, rounds: int) -> Right:
+    """The oracle's, in a process of its own."""
+    oracle = Oracle(Geometry(index_k_dtype="fp8" if dtype == "fp8" else "bf16"), 0, device)
+    turns = [(session, turn) for session in range(sessions) for turn in range(rounds)]
+    return {at: oracle.generate(asked(*at), ANSWER).tokens for at in turns}
+
+
+async def play(client: Client, sessions: int, rounds: int, right: Right) -> dict[str, Any]:
     """All sessions at once, round by round."""
-    before = (await client.live(PREFILL))["counters"]
+    before, began = (await client.live(PREFILL))["counters"], time.monotonic()
     wrong = failed = 0
     seconds: list[float] = []
     for turn in range(rounds):
@@ -51,21 +65,26 @@ async def play(client: Client, sessions: int, rounds: int, right: dict[tuple[int
             seconds.append(reply.seconds)
             failed += reply.tokens is None
             wrong += reply.tokens is not None and reply.tokens != right[session, turn]
+    took = time.monotonic() - began
     await client.until_at_rest()
     after = (await client.live(PREFILL))["counters"]
     counted = {name: after[name] - before.get(name, 0) for name in after if after[name] != before.get(name, 0)}
-    answers = {"answers": len(seconds), "wrong": wrong, "failed": failed, "median_s": statistics.median(seconds)}
-    return {**answers, "prefill_counters": counted}
+    told = {"answers": len(seconds), "wrong": wrong, "failed": failed, "median_s": statistics.median(seconds)}
+    return {**told, "all_s": took, "prefill_counters": counted}
 
 
-async def run(client: Client, sessions: int, rounds: int, right: dict[tuple[int, int], list[int]]) -> dict[str, Any]:
+async def run(client: Client, sessions: int, rounds: int, right: Right) -> dict[str, Any]:
+    """A few sessions before the clock counts; then all of them with every guard on, and with one off."""
     found = {}
-    await play(client, sessions, rounds, right)  # compiles what is launched
-    for name, off in (("guards on", []), ("indexer_ticket off", ["indexer_ticket"])):
+    parts: tuple[tuple[str, int, list[str]], ...] = (
+        ("a few", min(GROUP, sessions), []),
+        ("guards on", sessions, []),
+        ("indexer_ticket off", sessions, ["indexer_ticket"]),
+    )
+    for name, players, off in parts:
         await client.ask("POST", "/flush")
-        if off:
-            await client.ask("POST", "/guards", off=off)
-        found[name] = await play(client, sessions, rounds, right)
+        await client.ask("POST", "/guards", off=off)
+        found[name] = await play(client, players, rounds, right)
         print(name, json.dumps(found[name]), flush=True)
     return found
 
@@ -77,30 +96,29 @@ def main() -> int:
     parser.add_argument("--rounds", type=int, default=4)
     parser.add_argument("--out", type=Path, default=Path(__file__).with_name("cuda_engine.json"))
     given = parser.parse_args()
-    results = {}
-    for dtype in ("bf16", "fp8"):
-        oracle = Oracle(Geometry(index_k_dtype=dtype), 0, given.device)
-        turns = [(session, turn) for session in range(given.sessions) for turn in range(given.rounds)]
-        right = {at: oracle.generate(asked(*at), ANSWER).tokens for at in turns}
-        pages = (PREFIX + given.rounds * (TURN + PAGE)) // PAGE * given.sessions
-        shape = f'index_k_dtype = "{dtype}", device = "{given.device}"'
-        prefill = f"reference = {{ {shape}, device_pages = {pages // 3} }}\nhicache = {{ pages = {2 * pages} }}"
-        decode = f"reference = {{ {shape}, device_pages = {2 * pages} }}"
-        with deployed("[unsafe]\nruntime = true\n", prefill=prefill, decode=decode) as here:
+    pages = (PREFIX + given.rounds * (TURN + PAGE)) // PAGE * given.sessions
+    results: dict[str, Any] = {}
+    with ProcessPoolExecutor(len(DTYPES), mp_context=multiprocessing.get_context("spawn")) as oracles:
+        right = {d: oracles.submit(answers, d, given.device, given.sessions, given.rounds) for d in DTYPES}
+        for dtype in DTYPES:
+            shape = f'index_k_dtype = "{dtype}", device = "{given.device}"'
+            prefill = f"reference = {{ {shape}, device_pages = {pages // 3} }}\nhicache = {{ pages = {2 * pages} }}"
+            decode = f"reference = {{ {shape}, device_pages = {2 * pages} }}"
+            with deployed("[unsafe]\nruntime = true\n", prefill=prefill, decode=decode) as here:
 
-            async def measure(here: Any = here, right: Any = right) -> dict[str, Any]:
-                async with here.client() as client:
-                    return await run(client, given.sessions, given.rounds, right)
+                async def measure(here: Deployment = here, dtype: str = dtype) -> dict[str, Any]:
+                    async with here.client() as client:
+                        return await run(client, given.sessions, given.rounds, right[dtype].result())
 
-            results[dtype] = anyio.run(measure)
-    figures = {
-        "date": datetime.now(UTC).isoformat(timespec="seconds"),
-        "device": torch.cuda.get_device_name() if given.device == "cuda" else platform.machine(),
-        "torch": torch.__version__,
-        "engines": f"{PREFILL} + {DECODE} on one device",
-        "results": results,
-    }
-    given.out.write_text(json.dumps(figures, indent=2) + "\n")
+                results[dtype] = anyio.run(measure)
+            figures = {
+                "date": datetime.now(UTC).isoformat(timespec="seconds"),
+                "device": torch.cuda.get_device_name() if given.device == "cuda" else platform.machine(),
+                "torch": torch.__version__,
+                "engines": f"{PREFILL} + {DECODE} on one device, {given.sessions} sessions, {given.rounds} rounds",
+                "results": results,
+            }
+            given.out.write_text(json.dumps(figures, indent=2) + "\n")
     return int(any(one["guards on"]["wrong"] or one["guards on"]["failed"] for one in results.values()))
 
 

@@ -15,7 +15,8 @@ from dsv4ctl.kernels.copies import check_pools
 _PROGRAMS = 32
 
 
-@triton.jit
+# Every number of pages and every layer by one compiled kernel: a variant would be compiled while somebody waits.
+@triton.jit(do_not_specialize=["first", "count", "items"])
 def _copy(
     source_ptr, target_ptr, source_pages_ptr, target_pages_ptr, words_ptr, groups_ptr, generations_ptr, group_stride,
     source_page, source_layer, target_page, target_layer, first, count, items, page_words: tl.constexpr,

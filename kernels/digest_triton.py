@@ -28,7 +28,7 @@ def _mixed(word, odd):
     return x ^ (x >> 32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["count", "items"])
 def _digest(
     source_ptr, odd_ptr, pages_ptr, out_ptr, words_ptr, group_pages, expected_ptr, failed_ptr, deadline, layer_words,
     layer_groups, page_words, count, items, words: tl.constexpr, block: tl.constexpr, ahead: tl.constexpr,

@@ -35,6 +35,7 @@ class Shape:
 
 #: Differ from launch to launch: a variant for each of their values' properties would be compiled while a batch waits.
 VARYING = ("table_stride", "query_blocks", "columns")
+UNALIGNED = ("first_ptr", "count_ptr", "sequence_ptr", "words_ptr")
 LEAST_WIDTH = 64  #: query blocks up to here are one variant of `_decode`
 
 
@@ -104,7 +105,7 @@ def _run(
             tl.store(outs[None, :] + key[:, None], nothing, mask=key[:, None] < lengths[None, :])
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def _decode(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, table_ptr, lengths_ptr, first_ptr, count_ptr, sequence_ptr, out_ptr,
     words_ptr, group_pages, expected_ptr, failed_ptr, deadline, table_stride, out_stride, query_blocks, columns,
@@ -140,7 +141,7 @@ def _decode(
         )  # fmt: skip
 
 
-@triton.jit(do_not_specialize=VARYING)
+@triton.jit(do_not_specialize=VARYING, do_not_specialize_on_alignment=UNALIGNED)
 def _prefill(
     q_ptr, weights_ptr, keys_ptr, scales_ptr, table_ptr, lengths_ptr, first_ptr, count_ptr, sequence_ptr, out_ptr,
     words_ptr, group_pages, expected_ptr, failed_ptr, deadline, table_stride, out_stride, query_blocks, columns,

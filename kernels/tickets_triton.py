@@ -51,7 +51,8 @@ def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected,
     return (missing == 0).to(tl.int32)
 
 
-@triton.jit
+# Any number of words, in any layer's row, by one compiled kernel: readers wait for it.
+@triton.jit(do_not_specialize=["count"], do_not_specialize_on_alignment=["words_ptr"])
 def _release(words_ptr, groups_ptr, generations_ptr, count, block: tl.constexpr):
     at = tl.program_id(0) * block + tl.arange(0, block)
     mask = at < count

@@ -175,7 +175,7 @@ def _whole_row(source, length, out, table, k, size: tl.constexpr, page_keys: tl.
     return placed
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["table_stride"])
 def _select(
     logits_ptr, lengths_ptr, bits_ptr, indices_ptr, table_ptr, sequence_ptr, out_ptr, stride, table_stride, words, k,
     width: tl.constexpr, capacity: tl.constexpr, padded: tl.constexpr, page_keys: tl.constexpr,
@@ -215,7 +215,8 @@ def topk_slots_triton(
     rows, columns = logits.shape
     out = torch.empty(rows, k, dtype=torch.int32, device=logits.device)
     capacity = 4096 if k <= 512 else 8192
-    words, stride = -(-columns // 32), logits.stride(0)
+    # A row that is all candidates needs no words: the variant is the same at every length.
+    words, stride = -(-columns // 32) if columns > capacity else 0, logits.stride(0)
     bits = indices = out
     if columns > capacity:
         thresholds = torch.empty(rows, dtype=torch.int32, device=logits.device)
@@ -239,7 +240,7 @@ def topk_slots_triton(
         )  # fmt: skip
     _select[(rows,)](
         logits, lengths, bits, indices, table, sequence, out, stride, table.stride(0), words, k,
-        width=min(2048, triton.next_power_of_2(words)), capacity=capacity, padded=triton.next_power_of_2(k),
+        width=min(2048, triton.next_power_of_2(max(1, words))), capacity=capacity, padded=triton.next_power_of_2(k),
         page_keys=page_keys, num_warps=SHAPE.select_warps,
     )  # fmt: skip
     return out

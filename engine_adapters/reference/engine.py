@@ -55,6 +55,7 @@ from dsv4ctl.engine_adapters.reference.rooms import Rooms
 from dsv4ctl.engine_adapters.reference.staged import Fault, Staged
 from dsv4ctl.engine_adapters.reference.step import StepLoop
 from dsv4ctl.engine_adapters.reference.transfer import Transfer
+from dsv4ctl.engine_adapters.reference.warmup import warm_up
 from dsv4ctl.policies.registry import load as load_policy
 
 _START_SECONDS = 30.0
@@ -246,6 +247,8 @@ class Engine:
 
     def start(self) -> None:
         """Starts the threads. Raises what their start raises."""
+        if self._words is not None:
+            warm_up(self._model)
         if self._hicache is not None:
             self._hicache.start()
         if self._transfer is not None:

@@ -13,8 +13,9 @@ from dsv4ctl.engine_adapters.protocol import AdapterError, LaunchRequest, Launch
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.options import EngineOptions
 
-#: What the engine imports, none of which the control plane needs.
-_NEEDS = ("torch", "numpy", "nixl_cu12")
+#: What the engine imports, none of which the control plane needs; of NIXL's packages (by CUDA release) any.
+_NEEDS = ("torch", "numpy")
+NIXL = ("nixl_cu12", "nixl_cu13")
 
 
 def processes(ranks: int) -> int:
@@ -37,6 +38,8 @@ def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
 def launch(request: LaunchRequest) -> LaunchSpec:
     """Raises AdapterError if torch, numpy or NIXL is not installed, or there is no GPU and one is asked for."""
     missing = [name for name in _NEEDS if find_spec(name) is None]
+    if all(find_spec(name) is None for name in NIXL):
+        missing.append(" or ".join(NIXL))
     if missing:
         raise AdapterError(f"the reference engine needs {', '.join(missing)}: pip install 'dsv4ctl[reference]'")
     if msgspec.convert(request.engine, EngineOptions).reference.device == "cuda" and (lacking := no_gpu()):

@@ -17,6 +17,7 @@ from torch.nn import functional
 from dsv4ctl.engine_adapters.reference.compressor import compress_4, compress_128
 from dsv4ctl.engine_adapters.reference.geometry import Geometry
 from dsv4ctl.engine_adapters.reference.indexer import paged_logits
+from dsv4ctl.engine_adapters.reference.pools import resolved
 from dsv4ctl.engine_adapters.reference.rope import Rope
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, Gate
 from dsv4ctl.engine_adapters.reference.weights import (
@@ -61,7 +62,7 @@ class Model:
         self.shards = range(geometry.heads) if shards is None else shards
         self._gather = gather
         self.seed = seed
-        self.device = torch.device(device)
+        self.device = resolved(device)
         self.weights = make_weights(geometry, seed, self.device)
         self.rope = Rope(geometry, self.device)
 

@@ -10,9 +10,11 @@ import importlib
 import os
 from collections.abc import Sequence
 from dataclasses import dataclass
+from importlib.util import find_spec
 from types import ModuleType
 from typing import Any, Literal, Protocol
 
+from dsv4ctl.engine_adapters.reference.launch import NIXL
 from dsv4ctl.engine_adapters.reference.pools import Region
 
 Status = Literal["busy", "done", "error"]
@@ -20,7 +22,6 @@ Status = Literal["busy", "done", "error"]
 Span = tuple[int, int, int]
 Memory = Literal["DRAM", "VRAM"]
 
-_MODULES = ("nixl_cu12._api", "nixl._api")
 _STATUS: dict[str, Status] = {"PROC": "busy", "DONE": "done", "ERR": "error"}
 
 
@@ -144,12 +145,10 @@ class Nixl:
 def _api() -> ModuleType:
     # Read by NIXL when it is imported: its INFO lines say nothing that ours do not.
     os.environ.setdefault("NIXL_LOG_LEVEL", "WARN")
-    for name in _MODULES:
-        try:
-            return importlib.import_module(name)
-        except ModuleNotFoundError:
-            continue
-    raise NixlError("NIXL is not installed: pip install 'dsv4ctl[reference]' (package nixl-cu12)")
+    for name in NIXL:
+        if find_spec(name) is not None:
+            return importlib.import_module(f"{name}._api")
+    raise NixlError("NIXL is not installed: pip install 'dsv4ctl[reference]' (nixl-cu12), or nixl-cu13 for CUDA 13")
 
 
 def _errors(api: ModuleType) -> tuple[type[Exception], ...]:

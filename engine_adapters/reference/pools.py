@@ -43,6 +43,11 @@ class Region(msgspec.Struct, frozen=True):
         return self.base + local_layer * self.layer_stride + page * self.page_stride
 
 
+def resolved(device: str | torch.device) -> torch.device:
+    """The device as its tensors name it: "cuda" is the current GPU, whose number `torch.cuda.set_device` needs."""
+    return torch.empty(0, device=device).device
+
+
 class DevicePools:
     """Layer-first pools: per pool one contiguous uint8 tensor [pool_layers, pages, page_bytes], zeroed.
 
@@ -51,7 +56,7 @@ class DevicePools:
 
     def __init__(self, geometry: Geometry, pages: Mapping[str, int], device: str | torch.device = "cpu") -> None:
         self.geometry = geometry
-        self.device = torch.device(device)
+        self.device = resolved(device)
         self.specs = pool_specs(geometry)
         self.pages = _checked_pages(pages)
         self._bytes = {

@@ -242,6 +242,13 @@ def test_an_engine_whose_packages_are_missing_names_the_extra(monkeypatch: pytes
     assert "pip install 'dsv4ctl[reference]'" in (installed.missing(engine) or "")
 
 
+@pytest.mark.parametrize("there", ["nixl_cu12", "nixl_cu13"])
+def test_either_package_of_nixl_will_do(there: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = {"torch", "numpy", there}
+    monkeypatch.setattr("dsv4ctl.engine_adapters.reference.launch.find_spec", lambda name: name in found or None)
+    assert installed.missing(embedded().engines[0]) is None
+
+
 def test_an_engine_on_a_gpu_that_is_not_there_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
     engine = embedded().engines[0]
     engine = msgspec.structs.replace(engine, reference=ReferenceConfig(device="cuda"))

@@ -15,7 +15,7 @@ import pytest
 from packaging.requirements import Requirement
 from packaging.utils import canonicalize_name
 
-DEVICE = ("torch", "triton", "sglang", "nixl", "nixl_cu12")
+DEVICE = ("torch", "triton", "sglang", "nixl", "nixl_cu12", "nixl_cu13")
 PACKAGES = ("dsv4ctl.controlplane", "dsv4ctl.policies")
 
 IMPORT_ALL = """

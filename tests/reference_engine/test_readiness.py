@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -12,12 +14,14 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, Guard, LoadKind, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.reference.copies import PacedCopies, StreamCopies
-from dsv4ctl.engine_adapters.reference.geometry import Geometry
+from dsv4ctl.engine_adapters.reference.geometry import Geometry, pool_specs
 from dsv4ctl.engine_adapters.reference.indexer import paged_logits
+from dsv4ctl.engine_adapters.reference.model import Model
 from dsv4ctl.engine_adapters.reference.pools import DevicePools, HostPools
 from dsv4ctl.engine_adapters.reference.readiness import Landing, ReadinessWords
 from dsv4ctl.engine_adapters.reference.sequence import Chunk, PageTable, make_chunk, open_gate
-from dsv4ctl.kernels import index_k
+from dsv4ctl.engine_adapters.reference.warmup import warm_up
+from dsv4ctl.kernels import index_k, ops
 
 PAGES = {"full": 6, "swa": 2, "state": 1}
 TABLE = PageTable(full=[4, 1, 3], swa={1: 0, 2: 1}, state=0)
@@ -154,3 +158,23 @@ def test_the_copies_of_a_stream_move_the_bytes_that_the_paced_ones_move() -> Non
     landing = words.landing([5, 1], {5: 7, 1: 2})
     assert landing is not None
     assert all(torch.equal(landing.words[at, [5, 1]], landing.expected[0]) for at in range(landing.words.shape[0]))
+
+
+def test_before_it_serves_a_rank_launches_what_it_will_launch(monkeypatch: pytest.MonkeyPatch) -> None:
+    launched: dict[str, set[int]] = {"load_pages": set(), "backup_pages": set(), "digest_pages": set()}
+    released = []
+
+    def seen(name: str, launch: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any) -> Any:
+            launched[name].add(arguments[0].shape[-1])
+            return launch(*arguments)
+
+        return call
+
+    for name in launched:
+        monkeypatch.setattr(ops, name, seen(name, getattr(ops, name)))
+    monkeypatch.setattr(ops, "release_words", lambda words, groups, values: released.append(values.tolist()))
+    warm_up(Model(Geometry(), 0))
+    sizes = {spec.page_bytes for spec in pool_specs(Geometry()).values()}
+    assert launched == dict.fromkeys(launched, sizes)
+    assert [1] in released
