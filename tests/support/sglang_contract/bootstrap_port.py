@@ -1,0 +1,173 @@
+"""Frames between ranks: destinations, aborts and their acknowledgements, whatever else arrives."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import threading
+import traceback
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+from sglang.srt.disaggregation.base import KVPoll
+from sglang.srt.disaggregation.nixl import conn
+
+from dsv4ctl.controlplane.link.wire import Fenced, Role
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomState
+from dsv4ctl.engine_adapters.sglang import peers
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
+from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer
+from sglang_contract.checks import alone, check
+from sglang_contract.situations import acks, world
+from sglang_world import PEER, Manager, Queue, World, chunk
+
+BAD_FRAMES: list[list[bytes]] = [
+    [b""],
+    [b"hello"],
+    [b"ABORT"],
+    [b"ABORT", b"seven", b"127.0.0.1", b"5", MARK, b"\x80"],
+    [conn.GUARD, b"7"],
+    [conn.GUARD, b"7", b"127.0.0.1", b"1", b"agent", b"odd", b"0", b"1", b"", b""],
+    [b"WATERMARK", b"1"],
+]
+
+
+class _End(BaseException):
+    pass
+
+
+class _Socket:
+    def __init__(self, frames: list[list[bytes]]) -> None:
+        self._frames = iter(frames)
+
+    def recv_multipart(self) -> list[bytes]:
+        for frame in self._frames:
+            return frame
+        raise _End
+
+
+def _bootstrap(made: World, hooked: bool, frames: list[list[bytes]]) -> Any:
+    """A prefill rank's manager that heard these frames."""
+    manager = Manager()
+    manager.__dict__.update(
+        server_socket=_Socket(frames),
+        local_ip="127.0.0.1",
+        rank_port=5,
+        enable_staging=False,
+        req_to_decode_prefix_len={},
+        resolve_kv_replica_factor=lambda infos: None,
+        _handle_abort_notification=lambda parts: parts[0] == b"ABORT",
+    )
+    try:
+        if hooked:
+            bootstrap._bound(manager)
+            bootstrap.serve(manager, made.rank, lambda parts: bootstrap.from_decode(manager, made.rank, parts))
+        else:
+            conn.threading = SimpleNamespace(Thread=lambda target: SimpleNamespace(start=target))
+            conn.NixlKVManager._start_bootstrap_thread.__wrapped__(manager)
+    except _End:
+        pass
+    except Exception:  # noqa: BLE001 - what stock's thread ends with
+        traceback.print_exc()
+    finally:
+        conn.threading = threading
+    return manager
+
+
+def _destination(room: int) -> list[bytes]:
+    pages = torch.tensor([3, 4], dtype=torch.int32).numpy().tobytes()
+    frame = [conn.GUARD, str(room).encode(), b"127.0.0.1", b"9", b"agent", pages, b"0", b"1", b"", b"0"]
+    return peers.with_trailer(frame, Trailer(PEER, 1))
+
+
+@check
+def bootstrap_loop_lives_through_any_frame(hooked: bool) -> None:
+    made = world(Role.PREFILL, hooked)
+    key = made.open()
+    manager = _bootstrap(made, hooked, [*BAD_FRAMES, _destination(7)])
+    assert 7 in manager.transfer_infos, "the good frame after bad ones was not heard"
+    assert made.rank.counters["bad_frames"] == len(BAD_FRAMES)
+    assert made.states(key)[-1] is RoomState.BOOTSTRAPPING
+
+
+@alone
+def abort_of_a_room_is_acknowledged_when_its_writes_have_ended(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    sent = acks(made)
+    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+    chunks = sender.Chunks(Queue(chunk(7, 3), chunk(7, 4)), manager, made.rank)
+    chunks.get()
+    made.rank.agent.peer_abort(key, PEER, AbortSource.CLIENT, "gone")
+    assert not sent, "acknowledged with a write in flight"
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+    assert [frame for _, frame in sent] == [Ack(key, "me", Quiet.QUIET)]
+    assert manager.request_status[7] == KVPoll.Failed, "a chunk of an aborted room is not posted"
+
+
+@alone
+def poisoned_room_is_never_acknowledged_as_quiet(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    sent = acks(made)
+    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+    chunks = sender.Chunks(Queue(chunk(7, 3)), manager, made.rank)
+    chunks.get()
+    manager.exceptions[7] = RuntimeError("NIXL transfer encountered ERR")
+    with contextlib.suppress(Queue.Empty):
+        chunks.get()
+    assert [frame for _, frame in sent] == [Ack(key, "me", Quiet.POISONED)]
+    assert made.rank.rooms.held(7), "the source pages of a poisoned room are given back"
+
+
+@alone
+def destinations_of_an_older_generation_are_forgotten(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    manager = Manager()
+    manager.__dict__.update(resolve_kv_replica_factor=lambda infos: None, transfer_infos={7: {"gone": None}})
+    made.open()
+    info = SimpleNamespace(room=7, agent_name="here", required_dst_info_num=1, decode_prefix_len=None)
+    bootstrap._destination(manager, made.rank, info, Trailer(PEER, 1))
+    assert manager.transfer_infos == {7: {"here": info}}
+
+
+@alone
+def abort_while_a_destination_is_taken_in_is_not_undone(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key, manager = made.open(), Manager()
+    manager.__dict__.update(local_ip="127.0.0.1", rank_port=5, resolve_kv_replica_factor=lambda infos: made.abort(key))
+    bootstrap._bound(manager)
+    info = SimpleNamespace(room=7, agent_name="here", required_dst_info_num=1, decode_prefix_len=None)
+    bootstrap._destination(manager, made.rank, info, Trailer(PEER, 1))
+    assert made.states(key)[-1] is RoomState.ABORTED
+    assert manager.request_status == {7: KVPoll.Failed}
+
+
+@alone
+def nothing_is_kept_of_a_fenced_peer(_: bool) -> None:
+    for role in (Role.PREFILL, Role.DECODE):
+        made = world(role, True)
+        key, endpoint = made.open(peers=(PEER, "other")), "tcp://127.0.0.1:9"
+        if role is Role.PREFILL:
+            made.rank.rooms.heard(PEER, endpoint)
+        else:
+            made.rank.rooms.expose(made.rank.rooms.find(7), [endpoint, "tcp://127.0.0.1:10"], {"full": (5,)})
+        made.rank.outbox.send(endpoint, [b"frame"])
+        made.rank._on_frame(Fenced(PEER))
+        made.rank.rooms.tick()
+        made.rank.agent.peer_abort(key, PEER, AbortSource.CLIENT, "gone")
+        kept: queue.SimpleQueue[list[str]] = queue.SimpleQueue()
+        made.rank.outbox.call(lambda kept=kept, made=made: kept.put(list(made.rank.outbox._sockets)))
+        assert endpoint not in kept.get(timeout=60)
+        assert PEER not in made.rank.rooms._endpoints
+
+
+@alone
+def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    sent = acks(made)
+    manager = _bootstrap(made, True, [_destination(99)])
+    assert not manager.transfer_infos
+    assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]

@@ -1,0 +1,105 @@
+"""What a rank tells of itself, when its process ends, and that every hook is in place."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+from types import SimpleNamespace
+from typing import Any
+
+import sglang.srt.managers.scheduler as sglang_scheduler
+from sglang.srt.disaggregation import decode, utils
+from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
+
+from dsv4ctl.controlplane.link.wire import Role
+from dsv4ctl.controlplane.rooms.states import Cancellable
+from dsv4ctl.engine_adapters.sglang import verify
+from dsv4ctl.engine_adapters.sglang.hooks import life
+from sglang_contract.checks import alone
+from sglang_contract.situations import loading, world
+from sglang_world import World
+
+#: Our functions by target, once they are registered.
+FUNCTIONS: dict[str, Any] = {}
+
+
+@alone
+def a_rank_tells_its_tickets_and_last_events(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    loading(made)
+    told = made.rank.query("evidence")
+    assert {event[2] for event in told["trace"]} >= {"lease", "request"}, told
+    assert {ticket["consumer"] for ticket in told["tickets"]} == {"load"}, told
+    assert made.rank.query("evidence 7.1") == {"tickets": [], "trace": []}
+
+
+@alone
+def a_paused_scheduler_says_so_and_has_no_runnable_work(_: bool) -> None:
+    made = World(Role.PREFILL)
+    scheduler, stock = made.scheduler, sglang_scheduler.Scheduler
+    scheduler.__dict__.update(
+        waiting_queue=[object()] * 3,
+        disagg_prefill_bootstrap_queue=SimpleNamespace(queue=[]),
+        disagg_prefill_inflight_queue=[],
+        disaggregation_mode=utils.DisaggregationMode.PREFILL,
+        _engine_paused=False,
+        _pause_started_at=None,
+        _pause_intervals=[],
+    )
+    made.rank._link.send = made.frames.append
+
+    def reported() -> tuple[bool, int]:
+        made.rank.report()
+        return made.frames[-1].paused, made.frames[-1].work
+
+    assert reported() == (False, 3)
+    stock.pause_generation(scheduler, PauseGenerationReqInput(mode="in_place"))
+    assert reported() == (True, 0)
+    stock.continue_generation(scheduler, ContinueGenerationReqInput(torch_empty_cache=False))
+    assert reported() == (False, 3)
+
+
+@alone
+def a_scheduler_without_chunks_declares_whole_prompts(_: bool) -> None:
+    """`chunked_prefill_size` is the scheduler's own, None if switched off."""
+    assert "chunked_prefill_size" in sglang_scheduler.Scheduler.init_chunked_prefill.__code__.co_names
+    for role, size, declared in (
+        (Role.PREFILL, 8192, Cancellable.CHUNK),
+        (Role.PREFILL, None, Cancellable.PROMPT),
+        (Role.DECODE, None, Cancellable.CHUNK),
+    ):
+        made = World(role)
+        made.scheduler.chunked_prefill_size = size
+        assert made.rank._hello("http://x").cancellable is declared
+
+
+@alone
+def speculation_ends_the_process(_: bool) -> None:
+    from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
+
+    scheduler = SimpleNamespace(spec_algorithm=SpeculativeAlgorithm.from_string("EAGLE"))
+    with contextlib.suppress(SystemExit):
+        life.attach(lambda _: None, scheduler)
+        raise AssertionError("a rank with a draft model is attached")
+
+
+@alone
+def a_missing_hook_is_named(_: bool) -> None:
+    target = "sglang.srt.managers.scheduler.Scheduler.run_batch"
+    present = sglang_scheduler.Scheduler.run_batch
+    try:
+        sglang_scheduler.Scheduler.run_batch = present.__wrapped__
+        assert verify.problems(FUNCTIONS, sys.modules) == [f"{target} is not hooked"]
+        sglang_scheduler.Scheduler.run_batch = present
+        sglang_scheduler.Scheduler.another = present.__wrapped__
+        assert "also called another" in verify.problems(FUNCTIONS, sys.modules)[0]
+        del sglang_scheduler.Scheduler.another
+        kept = type("Kept", (sglang_scheduler.Scheduler,), {"run_batch": lambda self: None})
+        assert "overridden by" in verify.problems(FUNCTIONS, sys.modules)[0]
+        del kept
+        decode.stale = utils._apply_metadata_gate.__wrapped__
+        assert any("imported by sglang.srt.disaggregation.decode" in p for p in verify.problems(FUNCTIONS, sys.modules))
+    finally:
+        sglang_scheduler.Scheduler.run_batch = present
+        if hasattr(decode, "stale"):
+            del decode.stale
