@@ -240,7 +240,7 @@ def topk_slots_triton(
         )  # fmt: skip
     _select[(rows,)](
         logits, lengths, bits, indices, table, sequence, out, stride, table.stride(0), words, k,
-        width=min(2048, triton.next_power_of_2(max(1, words))), capacity=capacity, padded=triton.next_power_of_2(k),
+        width=min(2048, triton.next_power_of_2(max(128, words))), capacity=capacity, padded=triton.next_power_of_2(k),
         page_keys=page_keys, num_warps=SHAPE.select_warps,
     )  # fmt: skip
     return out
