@@ -16,9 +16,10 @@ class Load(NamedTuple):
     new: int
     again: bool = False  #: each round asks what the one before it asked
 
-    def prompts(self, turn: int) -> list[list[int]]:
+    def prompts(self, key: str, turn: int) -> list[list[int]]:
+        """Of another `key`, other prompts: an engine of two comparisons has not seen them."""
         said = "again" if self.again else str(turn)
-        return [prompt(f"cost {said} {at}", self.length) for at in range(self.concurrent)]
+        return [prompt(f"{key} {said} {at}", self.length) for at in range(self.concurrent)]
 
 
 FRESH = Load(32, 900, 96)
@@ -36,7 +37,7 @@ async def turns(
     errors: list[str] = []
     for turn in range(rounds + 1):
         for name in list(arms) if turn % 2 else reversed(list(arms)):
-            questions = load.prompts(turn)
+            questions = load.prompts(key, turn)
             began = time.monotonic()
             replies = await many(arms[name], questions, load.new, stream=True)
             seconds = time.monotonic() - began

@@ -213,13 +213,19 @@ class Rooms:
 
         self._outbox.call(tell)
 
-    def told_digests(self, frame: Digests) -> None:
-        """Raises ValueError for digests of no room that waits for them, and for bytes that are none."""
-        room = self._rooms.get(frame.key.room)
-        if room is None or room.key != frame.key or frame.incarnation not in room.opening.peers:
-            raise ValueError(f"digests of room {frame.key} from {frame.incarnation}: no room waits for them")
+    def told_digests(self, frame: Digests) -> bool:
+        """False if the room is over by now, or not open yet. Raises ValueError for bytes that are no digests.
+
+        Raises ValueError too for those of a rank that does not write to the room.
+        """
         frame.flat()
+        room = self._rooms.get(frame.key.room)
+        if room is None or room.key != frame.key:
+            return False
+        if frame.incarnation not in room.opening.peers:
+            raise ValueError(f"digests of room {frame.key} from {frame.incarnation}, which is no writer of it")
         room.told[frame.incarnation] = frame
+        return True
 
     def acknowledged(self, number: int, writer: int) -> None:
         """SGLang's own acknowledgement of the abort, by writer `writer` of the prefill engine."""

@@ -116,7 +116,8 @@ def from_prefill(here: rank.Rank, parts: list[bytes]) -> None:
         case peers.Ack(key, incarnation, outcome):
             here.agent.peer_ack(key, incarnation, outcome)
         case peers.Digests() as digests:
-            here.rooms.told_digests(digests)
+            if not here.rooms.told_digests(digests):
+                here.counters["late_digests"] += 1
 
 
 def _bound(manager: Any) -> rank.Rank:

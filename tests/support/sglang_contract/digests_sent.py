@@ -16,7 +16,7 @@ from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.nixl import conn
 
 from dsv4ctl.controlplane.link.wire import Role, RoomReport
-from dsv4ctl.controlplane.rooms.states import Quiet, RoomState
+from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
 from dsv4ctl.engine_adapters.sglang import geometry, peers, rank
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK
@@ -109,6 +109,23 @@ def digests_that_are_no_numbers_are_refused_where_they_arrive(_: bool) -> None:
         assert not made.rank.rooms.find(7).told
     else:
         raise AssertionError("three bytes are taken for the digests of a page")
+
+
+@alone
+def digests_of_a_room_that_is_over_are_no_bad_frame(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    key = made.open()
+    for known, late in ((key, 0), (RoomKey(key.room, key.generation + 1), 1)):
+        frame = msgspec.msgpack.encode(peers.Digests(known, PEER, {"full": 1}, bytes(8)))
+        bootstrap.from_prefill(made.rank, [MARK, frame])
+        assert made.rank.counters["late_digests"] == late
+    frame = msgspec.msgpack.encode(peers.Digests(key, "another", {"full": 1}, bytes(8)))
+    try:
+        bootstrap.from_prefill(made.rank, [MARK, frame])
+    except ValueError:
+        assert set(made.rank.rooms.find(7).told) == {PEER}
+    else:
+        raise AssertionError("digests of a rank that does not write to the room are taken")
 
 
 @alone
