@@ -1,7 +1,7 @@
 """Steps by name, each with its own deadline; what a step finds is written as it comes.
 
-Three groups: `outputs` and `early`, engines of one rank on one card each, which may run beside each other; `ranks`,
-engines of several ranks on all cards. `--plan` says what is in each.
+Four groups: `outputs` and `early`, engines of one rank on one card each, which may run beside each other; `cost`, on a
+card of an idle machine; `ranks`, engines of several ranks on all cards. `--plan` says what is in each.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ import anyio
 
 from sglang_bench import plan, steps
 from sglang_bench.bench import Bench
+from sglang_bench.group_cost import costs
 from sglang_bench.group_early import early
 from sglang_bench.group_outputs import outputs
 from sglang_bench.group_ranks import several
@@ -46,6 +47,8 @@ async def run(bench: Bench, group: str, count: int) -> None:
                     await outputs(bench)
                 case "early":
                     await early(bench)
+                case "cost":
+                    await costs(bench)
                 case _:
                     await several(bench, count)
         bench.say("out of time" if budget.cancelled_caught else "all steps were had")
@@ -62,8 +65,8 @@ def described() -> dict[str, Any]:
 
 def main() -> None:
     parser = argparse.ArgumentParser(prog="h200_sglang", description=__doc__)
-    parser.add_argument("--group", choices=("outputs", "early", "ranks"), default="outputs")
-    parser.add_argument("--gpu", default="0", help="the card of the groups `outputs` and `early`")
+    parser.add_argument("--group", choices=tuple(steps.GROUPS), default="outputs")
+    parser.add_argument("--gpu", default="0", help="the card of a group that takes one")
     parser.add_argument("--tp", type=int, default=1, help="ranks of an engine, each on a card of its own")
     parser.add_argument("--seconds", type=float, help="budget of the whole")
     parser.add_argument("--only", default="", help="steps, by name, separated by commas")

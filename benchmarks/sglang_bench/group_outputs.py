@@ -1,25 +1,23 @@
-"""A pair with hooks beside one without, one without HiCache, and the oracle: engines of one rank on one card."""
+"""A pair with hooks beside one without, and the oracle: engines of one rank on one card."""
 
 from __future__ import annotations
 
-import time
 from dataclasses import dataclass
 
 import anyio
 
-from sglang_bench import aborts, cost, equality, faults, plan
+from sglang_bench import aborts, equality, faults, plan
 from sglang_bench.ask import Client, Oracle, Pair
 from sglang_bench.bench import Bench, drained, jit, looked_into, stock_pair
 from sglang_bench.machine import Deployment
 
 
 async def outputs(bench: Bench) -> None:
-    """Outputs, aborts, cost, frames, a killed decode engine."""
-    oracle = bench.server(plan.single("oracle", 20100, fake=bench.fake))
-    on = bench.deployment("on", 20290, *plan.pair("on", 20200, fake=bench.fake))
-    bare = bench.deployment("no-host", 20690, *plan.pair("no-host", 20600, fake=bench.fake, hicache=False))
-    off = plan.pair("off", 20210, fake=bench.fake)
-    await bench.ready(oracle, on, bare, *[bench.server(shape) for shape in off])
+    """Outputs, aborts, frames, a killed decode engine."""
+    oracle = bench.server(plan.single("oracle", 20100, bench.gpu, fake=bench.fake))
+    on = bench.deployment("on", 20290, *plan.pair("on", 20200, bench.gpu, fake=bench.fake))
+    off = plan.pair("off", 20210, bench.gpu, fake=bench.fake)
+    await bench.ready(oracle, on, *[bench.server(shape) for shape in off])
     right, asked, plain = Oracle(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
     group = _Group(
         bench,
@@ -27,18 +25,15 @@ async def outputs(bench: Bench) -> None:
         right,
         asked,
         plain,
-        without_host=Client(bench.http, bare.url),
         idle_on=aborts.idle_deployed(bench.http, on),
         idle_off=aborts.idle_stock(bench.http, [shape.url for shape in off]),
         ports={"on": on.shapes[0].bootstrap_port, "off": off[0].bootstrap_port},
     )
-    first = await jit(right, asked, plain, group.without_host)
+    first = await jit(right, asked, plain)
     bench.say(str([(round(reply.seconds, 1), reply.error) for reply in first]))
     await bench.step("s1.lengths", group.lengths)
     await bench.step("s1.sessions", group.sessions)
     await bench.step("s3.aborts.hooks_on", group.waves_on)
-    await bench.step("s5.cost", group.costs)
-    await bench.step("s5.hicache", group.host_costs)
     await bench.step("s3.frames.hooks_on", lambda: group.frames("on", asked))
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(group.without_hooks)
@@ -54,7 +49,6 @@ class _Group:
     right: Oracle
     asked: Client
     plain: Pair
-    without_host: Client
     idle_on: aborts.Idle
     idle_off: aborts.Idle
     ports: dict[str, int]  #: bootstrap ports
@@ -87,16 +81,6 @@ class _Group:
 
     async def waves_off(self) -> None:
         await aborts.waves(self.plain, self.right, self.idle_off, self.bench.results, "s3.aborts.hooks_off", count=4)
-
-    async def costs(self) -> None:
-        arms = {"hooks_off": self.plain, "hooks_on": self.asked}
-        await cost.turns(arms, self.bench.results, "s5.cost", rounds=5, deadline=time.monotonic() + 50.0)
-
-    async def host_costs(self) -> None:
-        arms = {"hicache_off": self.without_host, "hicache_on": self.asked}
-        for name, load in (("new", cost.FRESH), ("again", cost.AGAIN)):
-            ends = time.monotonic() + 40.0
-            await cost.turns(arms, self.bench.results, f"s5.hicache.{name}", rounds=3, deadline=ends, load=load)
 
     async def frames(self, name: str, client: Client) -> None:
         key = f"s3.frames.hooks_{name}"

@@ -30,8 +30,6 @@ GROUPS = {
             "s1.lengths": Step(60.0, 26.0, "outputs, one request at a time, against one server without a cache"),
             "s1.sessions": Step(100.0, 70.0, "48 sessions of 3 turns at once, twice with hooks and twice without"),
             "s3.aborts.hooks_on": Step(85.0, 64.0, "10 waves of 80 requests, half of them left"),
-            "s5.cost": Step(60.0, 56.0, "tokens/s and first token, hooks on and off in turns"),
-            "s5.hicache": Step(90.0, 70.0, "HiCache on and off: prompts that are new, and that come again"),
             "s3.frames.hooks_on": Step(30.0, 3.0, "malformed frames to the bootstrap port"),
             "s3.decode_killed": Step(130.0, 40.0, "decode killed with SIGKILL"),
             "s3.aborts.hooks_off": Step(60.0, 26.0, "4 waves without hooks"),
@@ -52,6 +50,16 @@ GROUPS = {
             "s4.lengths": Step(50.0, 9.0, "outputs with bf16 index keys against their own oracle"),
             "s4.early_send": Step(65.0, 43.0, "early sends of bf16 pages"),
             "trace.bf16": Step(25.0, 2.0, "counters and race detector"),
+        },
+    ),
+    "cost": Group(
+        "one",
+        400.0,
+        60.0,
+        {
+            "s5.cost": Step(120.0, 105.0, "tokens/s and first token, hooks on and off in turns"),
+            "s5.hicache": Step(90.0, 55.0, "HiCache on and off: prompts that are new, and that come again"),
+            "s5.index_k": Step(60.0, 45.0, "bf16 and fp8 index keys in turns"),
         },
     ),
     "ranks": Group(
@@ -84,6 +92,7 @@ BESIDE = {
 CALLS = (
     (("outputs", "--group outputs --gpu 0"), ("early", "--group early --gpu 1")),
     (("ranks", "--tp 2"),),
+    (("cost", "--group cost --gpu 0"),),  # with nothing beside it
 )
 
 
