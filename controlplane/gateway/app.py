@@ -82,6 +82,6 @@ def _errors(telemetry: Telemetry) -> Middleware:
         except Exception as error:  # noqa: BLE001 - our fault must reach the client as an error, and the log
             telemetry.emit(Event.LOOP_DIED, "error", loop=f"gateway {request.path}", error=repr(error))
             failed = RequestError(500, "internal", f"control plane fault: {type(error).__name__}")
-        return web.Response(status=failed.status, body=failed.encoded(), content_type="application/json")
+        return failed.response()
 
     return middleware

@@ -48,12 +48,14 @@ class Completions:
             )
             response = await self._answer(request, parsed)
         except RequestError as error:
-            response = self._error(error, parsed)
             if parsed is None:
                 self._telemetry.emit(
                     Event.GATEWAY_REFUSED, "warning", path=request.path,
                     status=error.status, code=error.code, reason=error.message,
                 )  # fmt: skip
+            else:
+                error.headers["x-request-id"] = parsed.request_id
+            response = error.response()
         self._telemetry.emit(
             Event.GATEWAY_REQUEST,
             request_id=parsed.request_id if parsed else None,
@@ -146,15 +148,6 @@ class Completions:
         except ConnectionResetError:
             pass  # the client left: it learns nothing, and the room is aborted already
         return response
-
-    def _error(self, error: RequestError, parsed: Parsed | None) -> web.Response:
-        headers = {"x-request-id": parsed.request_id} if parsed else {}
-        return web.Response(
-            status=error.status,
-            body=error.encoded(),
-            content_type="application/json",
-            headers={**headers, **error.headers},
-        )
 
 
 def _retried(live: LiveRoom, sent: int, attempts: int) -> bool:

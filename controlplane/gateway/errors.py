@@ -6,6 +6,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import msgspec
+from aiohttp import web
 
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.scheduler.live import RoomAbortedError
@@ -51,6 +52,11 @@ class RequestError(Exception):
 
     def encoded(self) -> bytes:
         return msgspec.json.encode(self.body())
+
+    def response(self) -> web.Response:
+        return web.Response(
+            status=self.status, body=self.encoded(), content_type="application/json", headers=self.headers
+        )
 
     def event(self) -> bytes:
         """As the last event of a stream."""

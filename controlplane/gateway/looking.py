@@ -54,7 +54,7 @@ class Looking:
             return web.Response(text="")
         draining = refusing is not None or self._fleet.draining
         reason = refusing or self._fleet.why_not()
-        return _refused(RequestError(503, "draining" if draining else "no_engine", reason))
+        return RequestError(503, "draining" if draining else "no_engine", reason).response()
 
     async def health_generate(self, request: web.Request) -> web.Response:
         """200 only if one token comes out of the same way that every request takes."""
@@ -65,7 +65,7 @@ class Looking:
                 raw = await answer.read()
         except TimeoutError:
             reason = f"no token within {HEALTH_GENERATE_DEADLINE:g} s"
-            return _refused(RequestError(503, "no_token", reason))
+            return RequestError(503, "no_token", reason).response()
         if answer.status == 200:
             return web.Response(text="")
         return web.Response(status=503, body=raw, content_type="application/json")
@@ -91,7 +91,7 @@ class Looking:
     async def flush_cache(self, request: web.Request) -> web.Response:
         failed = await self._backend.flush_caches()
         if failed is not None:
-            return _refused(RequestError(400, "busy", failed))
+            return RequestError(400, "busy", failed).response()
         return web.Response(text="Cache flushed.\n")
 
     async def abort_request(self, request: web.Request) -> web.Response:
@@ -99,11 +99,11 @@ class Looking:
         try:
             body = msgspec.json.decode(await request.read())
         except msgspec.DecodeError as error:
-            return _refused(RequestError(400, "invalid_json", f"the body is not JSON: {error}"))
+            return RequestError(400, "invalid_json", f"the body is not JSON: {error}").response()
         rid = body.get("rid") if isinstance(body, Mapping) else None
         everything = isinstance(body, Mapping) and body.get("abort_all") is True
         if not everything and not (isinstance(rid, str) and rid):
-            return _refused(RequestError(400, "invalid_type", "rid or abort_all is expected", param="rid"))
+            return RequestError(400, "invalid_type", "rid or abort_all is expected", param="rid").response()
         aborted = self._desk.abort_where(
             lambda live: everything or live.room.request_id.startswith(str(rid)),
             AbortSource.CLIENT,
@@ -114,7 +114,3 @@ class Looking:
 
 def _json(body: Any) -> web.Response:
     return web.Response(body=msgspec.json.encode(body), content_type="application/json")
-
-
-def _refused(error: RequestError) -> web.Response:
-    return web.Response(status=error.status, body=error.encoded(), content_type="application/json")
