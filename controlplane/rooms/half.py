@@ -33,6 +33,14 @@ class Half:
     def live(self) -> bool:
         return self.state in LIVE
 
+    def abort(self, source: AbortSource, reason: str) -> list[Effect]:
+        """Begins the abort: every peer is told, a writer posts nothing more. Idempotent."""
+        return [*self._begin_abort(source, reason), *self._settle()] if self.live else []
+
+    def _settle(self) -> list[Effect]:
+        """What follows from what still holds the room: nothing yet, or a move and its effects."""
+        raise NotImplementedError
+
     def _check(self, event: str) -> None:
         """Raises Refusal if the state does not allow the event."""
         if self.state not in self.MOVES[event].allowed:

@@ -85,10 +85,6 @@ class Reader(Half):
             raise Refusal(f"room {self.key}: finished with {self.forwards} forwards running")
         return [ReleasePages(), *self._move("finished")]
 
-    def abort(self, source: AbortSource, reason: str) -> list[Effect]:
-        """Begins the abort: every peer is told, and the ack of each that may still write is awaited. Idempotent."""
-        return [*self._begin_abort(source, reason), *self._settle()] if self.live else []
-
     def ack(self, peer: str, outcome: Quiet) -> list[Effect]:
         """`peer` is quiet; poisoned: its writes ended without a known state, so the pages wait for its fence.
 

@@ -87,10 +87,6 @@ class Writer(Half):
         self._sent_all = True
         return self._settle()
 
-    def abort(self, source: AbortSource, reason: str) -> list[Effect]:
-        """Begins the abort: peers are told, nothing is posted any more. Idempotent."""
-        return [*self._begin_abort(source, reason), *self._settle()] if self.live else []
-
     def peer_abort(self, peer: str, source: AbortSource, reason: str) -> list[Effect]:
         """`peer` aborted the room and waits for our ack: one comes for it, now or when we are quiet."""
         self._check_peer(peer)
