@@ -8,9 +8,9 @@ from pathlib import Path
 from typing import Any
 
 import click
-import msgspec
 
 from dsv4ctl.controlplane.cli.exits import Exit, Failure
+from dsv4ctl.controlplane.cli.verbs import pretty
 
 #: The control plane imports no engine code; this part of it reads SGLang and imports nothing of it.
 _AUDIT = "dsv4ctl.engine_adapters.sglang.audit.report"
@@ -46,5 +46,5 @@ def doctor(wheel: Path | None, python: Path | None, as_json: bool) -> None:
         report = audit.of(wheel, python or Path(sys.executable))
     except audit.AuditError as error:
         raise Failure(str(error), Exit.USAGE) from error
-    click.echo(msgspec.json.format(msgspec.json.encode(report)).decode() if as_json else audit.table(report))
+    click.echo(pretty(report) if as_json else audit.table(report))
     raise SystemExit(Exit.OK if report.ok else Exit.FAILED)

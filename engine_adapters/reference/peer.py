@@ -118,10 +118,7 @@ async def answer(stream: SocketStream, events: PeerEvents) -> None:
         buffered = BufferedByteReceiveStream(stream)
         try:
             with anyio.fail_after(GREETING_SECONDS):
-                peer = _decode_greeting(await _read_greeting(buffered))
-                reason = events.refuse(peer)
-                if reason is not None:
-                    raise PeerRefusedError(reason)
+                peer = await _greeted(buffered, events)
                 await stream.send(encode(events.hello()))
         except PeerRefusedError as error:
             events.refused(None, str(error))
@@ -141,10 +138,7 @@ async def dial(address: Address, events: PeerEvents, wanted: Callable[[], bool])
                 buffered = BufferedByteReceiveStream(stream)
                 with anyio.fail_after(GREETING_SECONDS):
                     await stream.send(encode(events.hello()))
-                    peer = _decode_greeting(await _read_greeting(buffered))
-                reason = events.refuse(peer)
-                if reason is not None:
-                    raise PeerRefusedError(reason)
+                    peer = await _greeted(buffered, events)
                 pause = _BACK_OFF[0]
                 await _converse(Channel(peer, address), stream, buffered, events)
         except PeerRefusedError as error:
@@ -178,6 +172,15 @@ async def _converse(
         await channel.serve(stream, source, received)
     finally:
         events.down(channel)
+
+
+async def _greeted(source: BufferedByteReceiveStream, events: PeerEvents) -> PeerHello:
+    """The peer's greeting. Raises PeerRefusedError for one that does not fit ours, or is none."""
+    peer = _decode_greeting(await _read_greeting(source))
+    reason = events.refuse(peer)
+    if reason is not None:
+        raise PeerRefusedError(reason)
+    return peer
 
 
 async def _read_greeting(stream: BufferedByteReceiveStream) -> bytes:
