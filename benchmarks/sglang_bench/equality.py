@@ -23,6 +23,12 @@ RULE = (
     "from each other: median and 90th percentile of the logprob distance at most a quarter more, equal ids at most a "
     "tenth of the sessions' turns fewer; every run begins with empty caches"
 )
+#: Stock SGLang has no bf16 index keys.
+RULE_BF16 = (
+    "bf16 holds if its answers are no further from its own oracle than those of a pair without hooks are from theirs "
+    "(s1.sessions): median and 90th percentile of the logprob distance at most a quarter more, equal ids at most a "
+    "tenth of the sessions' turns fewer"
+)
 
 
 async def lengths(oracle: Client, asked: Client, results: Results, key: str) -> None:
@@ -118,6 +124,13 @@ def ruled(off: tuple[Answers, Answers], on: tuple[Answers, Answers]) -> dict[str
     """`RULE` on two runs of the sessions without hooks and two with them."""
     plain, found = against(off[0], off[1]), [against(one, other) for one in on for other in off]
     return {"rule": RULE, "plain": plain, "hooked": found, "holds": all(_within(one, plain) for one in found)}
+
+
+def ruled_bf16(runs: tuple[Answers, Answers], oracle: Answers, stock: list[dict[str, Any]]) -> dict[str, Any]:
+    """`RULE_BF16`; `stock`: how far two runs without hooks, of fp8 keys, are from their own oracle."""
+    furthest = max(stock, key=lambda one: one["logprob_distance"]["median"])
+    found = [against(run, oracle) for run in runs]
+    return {"rule": RULE_BF16, "runs": found, "holds": all(_within(one, furthest) for one in found)}
 
 
 def _within(hooked: dict[str, Any], plain: dict[str, Any]) -> bool:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import Any
 
 import anyio
 
@@ -14,10 +15,14 @@ from sglang_bench.machine import Deployment
 
 async def outputs(bench: Bench) -> None:
     """Outputs, aborts, frames, a killed decode engine."""
-    oracle = bench.server(plan.single("oracle", 20100, bench.gpu, fake=bench.fake))
-    on = bench.deployment("on", 20290, *plan.pair("on", 20200, bench.gpu, fake=bench.fake))
-    off = plan.pair("off", 20210, bench.gpu, fake=bench.fake)
-    await bench.ready(oracle, on, *[bench.server(shape) for shape in off])
+    gpu, fake = bench.gpu, bench.fake
+    oracle = bench.server(plan.single("oracle", 20100, gpu, fake=fake))
+    on = bench.deployment("on", 20290, *plan.pair("on", 20200, gpu, fake=fake))
+    off = plan.pair("off", 20210, gpu, fake=fake)
+    bf16 = bench.deployment("bf16-sessions", 20890, *plan.pair("bf16", 20800, gpu, fake=fake, index_k="bf16"))
+    bf16_single = plan.single("bf16-single", 20700, gpu, fake=fake, index_k="bf16")
+    bf16_oracle = bench.deployment("bf16-sessions-oracle", 20790, bf16_single)
+    await bench.ready(oracle, on, bf16, bf16_oracle, *[bench.server(shape) for shape in off])
     right, asked, plain = Oracle(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
     group = _Group(
         bench,
@@ -25,14 +30,18 @@ async def outputs(bench: Bench) -> None:
         right,
         asked,
         plain,
+        bf16=Client(bench.http, bf16.url),
+        right_bf16=Oracle(bench.http, bf16_oracle.url),
+        idle_bf16=aborts.idle_deployed(bench.http, bf16),
         idle_on=aborts.idle_deployed(bench.http, on),
         idle_off=aborts.idle_stock(bench.http, [shape.url for shape in off]),
         ports={"on": on.shapes[0].bootstrap_port, "off": off[0].bootstrap_port},
     )
-    first = await jit(right, asked, plain)
+    first = await jit(right, asked, plain, group.bf16, group.right_bf16)
     bench.say(str([(round(reply.seconds, 1), reply.error) for reply in first]))
     await bench.step("s1.lengths", group.lengths)
     await bench.step("s1.sessions", group.sessions)
+    await bench.step("s4.sessions", group.sessions_bf16)
     await bench.step("s3.aborts.hooks_on", group.waves_on)
     await bench.step("s3.frames.hooks_on", lambda: group.frames("on", asked))
     async with anyio.create_task_group() as tasks:
@@ -49,9 +58,13 @@ class _Group:
     right: Oracle
     asked: Client
     plain: Pair
+    bf16: Client
+    right_bf16: Oracle
+    idle_bf16: aborts.Idle
     idle_on: aborts.Idle
     idle_off: aborts.Idle
     ports: dict[str, int]  #: bootstrap ports
+    stock: list[dict[str, Any]] = field(default_factory=list)  #: how far runs without hooks are from their oracle
 
     async def lengths(self) -> None:
         results = self.bench.results
@@ -74,7 +87,22 @@ class _Group:
                 found[name] = await equality.concurrent(client)
             ruled = equality.ruled((found["off_1"], found["off_2"]), (found["on_1"], found["on_2"]))
             results.put("s1.sessions", **ruled)
-        results.put("s1.sessions", **{f"hooks_{name}": equality.against(one, answers) for name, one in found.items()})
+        apart = {f"hooks_{name}": equality.against(one, answers) for name, one in found.items()}
+        results.put("s1.sessions", **apart)
+        self.stock = [apart["hooks_off_1"], apart["hooks_off_2"]]
+
+    async def sessions_bf16(self) -> None:
+        """Held against the runs without hooks of `sessions`, of this call or of the one that it resumes."""
+        before = self.bench.results.found("s1.sessions")
+        stock = self.stock or [before["hooks_off_1"], before["hooks_off_2"]]
+        answers: equality.Answers = {}
+        runs: list[equality.Answers] = []
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(equality.reference, self.right_bf16, answers)
+            for _ in range(2):
+                await self.idle_bf16()
+                runs.append(await equality.concurrent(self.bf16))
+        self.bench.results.put("s4.sessions", **equality.ruled_bf16((runs[0], runs[1]), answers, stock))
 
     async def waves_on(self) -> None:
         await aborts.waves(self.asked, self.right, self.idle_on, self.bench.results, "s3.aborts.hooks_on", count=10)

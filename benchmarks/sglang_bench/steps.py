@@ -29,6 +29,7 @@ GROUPS = {
         {
             "s1.lengths": Step(60.0, 26.0, "outputs, one request at a time, against one server without a cache"),
             "s1.sessions": Step(100.0, 70.0, "48 sessions of 3 turns at once, twice with hooks and twice without"),
+            "s4.sessions": Step(110.0, 60.0, "the sessions with bf16 index keys, twice, against their own oracle"),
             "s3.aborts.hooks_on": Step(85.0, 64.0, "10 waves of 80 requests, half of them left"),
             "s3.frames.hooks_on": Step(30.0, 3.0, "malformed frames to the bootstrap port"),
             "s3.decode_killed": Step(130.0, 40.0, "decode killed with SIGKILL"),

@@ -14,7 +14,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 from sglang_bench.ask import Reply
 from sglang_bench.compare import distance, summary
 from sglang_bench.early_send import sends
-from sglang_bench.equality import ruled
+from sglang_bench.equality import against, ruled, ruled_bf16
 from sglang_bench.ranks import Notes, divergence
 from sglang_bench.results import Results, spread
 from sglang_bench.steps import BESIDE, CALLS, GROUPS, plan, usual
@@ -97,6 +97,10 @@ def test_hooks_hold_if_their_answers_are_no_further_away_than_two_runs_without()
     assert ruled(off, (run(0.05), run(0.1)))["holds"]
     assert not ruled(off, (run(0.05), run(0.3)))["holds"]
     assert not ruled(off, (run(0.05), run(0.05, (1, 9))))["holds"]
+    stock = [against(run(0.05), run(0.0)), against(run(0.1), run(0.0))]
+    assert ruled_bf16((run(0.1), run(0.0)), run(0.0), stock)["holds"]
+    assert not ruled_bf16((run(0.1), run(0.3)), run(0.0), stock)["holds"]
+    assert not ruled_bf16((run(0.1), run(0.0, (1, 9))), run(0.0), stock)["holds"]
 
 
 def test_a_fault_is_seen_by_the_rank_that_was_told_and_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
