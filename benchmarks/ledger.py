@@ -20,7 +20,7 @@ from figures import show
 
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Ticket
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import CAPACITY, Ring
 

@@ -11,7 +11,8 @@ from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.explore.nodes import Event, Node, Nodes, Violation
 from dsv4ctl.controlplane.explore.search import Step
-from dsv4ctl.controlplane.tickets.ledger import GRANTED, Ledger, LedgerError, Load, Ticket
+from dsv4ctl.controlplane.tickets.ledger import GRANTED, Ledger, LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 DEVICE, HOST = "full", "host.full"

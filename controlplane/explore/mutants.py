@@ -20,7 +20,9 @@ from dsv4ctl.controlplane.rooms.room import Room
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.rooms.table import RoomTable
 from dsv4ctl.controlplane.rooms.writer import Writer
-from dsv4ctl.controlplane.tickets.ledger import Ledger, Load, _Space
+from dsv4ctl.controlplane.tickets.ledger import Ledger
+from dsv4ctl.controlplane.tickets.space import Space
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import TicketState
 
 Change = tuple[type, str, Any]
@@ -196,12 +198,12 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a page is reused under a reader",
         "cache: sender",
-        ((_Space, "quiet", lambda space, page: space.load[page] is None),),
+        ((Space, "quiet", lambda space, page: space.load[page] is None),),
     ),
     Mutant(
         "a page is reused under its load",
         "cache: attention",
-        ((_Space, "quiet", lambda space, page: not space.readers[page]),),
+        ((Space, "quiet", lambda space, page: not space.readers[page]),),
     ),
     Mutant(
         "leaving the scope releases a posted read", "cache: sender", (_instead(Ledger, "release", _release_posted),)
@@ -214,7 +216,9 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant(
         "a ticket is released twice, a page freed under another", "cache: slips", ((Ledger, "_check_live", _nothing),)
     ),
-    Mutant("half a group is granted", "cache: slips", ((_Space, "mask", lambda space, pools: 1),)),
+    Mutant(
+        "half a group is granted", "cache: slips", ((Space, "covers", lambda space, pools, asked: bool(pools & asked)),)
+    ),
     Mutant(
         "readers do not wait for the verdict",
         "cache: bad copies",

@@ -16,7 +16,9 @@ from dsv4ctl.controlplane.rooms.half import Half
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.rooms.table import RoomTable
 from dsv4ctl.controlplane.rooms.writer import Writer
-from dsv4ctl.controlplane.tickets.ledger import _FREE, _OWNED, Ledger, Load, Ticket
+from dsv4ctl.controlplane.tickets.ledger import Ledger
+from dsv4ctl.controlplane.tickets.space import FREE, OWNED
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import SpaceSpec
 
 SPACE = "full"
@@ -341,7 +343,7 @@ class Rank(Node):
                 if page in owners:
                     raise Violation("S3", f"{self.me} page {page} belongs to rooms {owners[page]} and {seq.key}")
                 owners[page] = seq.key
-                if seq.stage == self.STEP and space.state[page] != _OWNED:
+                if seq.stage == self.STEP and space.state[page] != OWNED:
                     raise Violation("S2", f"{self.me} page {page} was given back under a forward of room {seq.key}")
         if min(space.readers) < 0:
             raise Violation("S2", f"{self.me} lost count of the readers of a page")
@@ -372,4 +374,4 @@ class Rank(Node):
 
 
 def is_free(view: RankView, page: int) -> bool:
-    return view.states[page] == _FREE
+    return view.states[page] == FREE

@@ -22,11 +22,12 @@ from dsv4ctl.controlplane.tickets.types import Extent
 UNREAD = frozenset(
     {
         "MOVES",  # class tables
+        "after",  # of a ticket: see `_items`
+        "before",
         "deadlines",
         "details",
         "generation",  # of pages: see above
         "history",
-        "masks",
         "name",
         "now",
         "participants",
@@ -57,6 +58,9 @@ def fields_of(kind: type) -> tuple[str, ...]:
 
 
 def _items(thing: Any) -> list[tuple[str, Any]]:
+    if isinstance(thing, Ledger):  # a room's tickets are a set, however they hang together
+        rooms = {room: set(thing.of_room(room)) for room in thing._by_room}
+        return list({**thing.__dict__, "_by_room": rooms}.items())
     slots = fields_of(type(thing))
     return [(slot, getattr(thing, slot)) for slot in slots] if slots else list(thing.__dict__.items())
 
@@ -71,7 +75,7 @@ class _Image:
 
     def of(self, thing: Any) -> Any:
         kind = type(thing)
-        if kind in _PLAIN:
+        if kind in _PLAIN or kind is frozenset:
             return thing
         if kind is Extent:
             return self._extent(thing)
@@ -81,7 +85,7 @@ class _Image:
             return thing.value
         if isinstance(thing, dict):
             return tuple([(self.of(key), self.of(value)) for key, value in thing.items()])
-        if isinstance(thing, (set, frozenset)):
+        if isinstance(thing, set):
             return self._set(thing)
         if kind is bytearray:
             return bytes(thing)
@@ -108,7 +112,7 @@ class _Image:
         current = tuple([now[p] == g for p, g in zip(extent.pages, extent.generations, strict=True)])
         return (extent.space, extent.pages, current, tuple(sorted(extent.pools)))
 
-    def _set(self, things: set[Any] | frozenset[Any]) -> Any:
+    def _set(self, things: set[Any]) -> Any:
         """Objects are ordered by when they were met, then by what they look like without their neighbours.
 
         A tie that this leaves costs a state that is explored twice, never one that is left out.

@@ -13,7 +13,7 @@ from typing import Any
 import anyio
 
 from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError, TicketTimeoutError
-from dsv4ctl.controlplane.tickets.ledger import Ticket
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, TicketState
 
 _LIVE = (TicketState.PENDING, TicketState.GRANTED)

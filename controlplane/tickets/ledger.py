@@ -6,16 +6,14 @@ the event trace around it. Every call either succeeds or raises LedgerError and 
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any, NoReturn
 
-import msgspec
 from msgspec.structs import replace
 
-from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Extent, LoadKind, SpaceSpec, TicketState
-
-_FREE, _OWNED, _RETIRING, _QUARANTINED = range(4)
+from dsv4ctl.controlplane.tickets.space import OWNED, QUARANTINED, RETIRING, Space
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
+from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 PENDING, GRANTED, REVOKING = TicketState.PENDING, TicketState.GRANTED, TicketState.REVOKING
 RELEASED, REVOKED = TicketState.RELEASED, TicketState.REVOKED
@@ -26,91 +24,20 @@ class LedgerError(Exception):
     """The call would break an invariant, or names something that is not so; nothing was changed."""
 
 
-class Ticket(msgspec.Struct, eq=False):
-    """The right of one consumer to read its extents. Only the ledger changes it.
-
-    `readable` is the grant: the first so many layers may be read. `waker`, if set, is called at each change.
-    """
-
-    consumer: Consumer
-    room: Any
-    holds: bool  #: its pages are not reused before it ends; False: a guard is off
-    extents: tuple[Extent, ...]
-    loads: tuple[Load, ...]  #: open loads that fill pages of this ticket
-    readable: int = 0
-    state: TicketState = PENDING
-    posted: int = 0  #: reads posted and not completed: the ticket outlives its scope until they end
-    left: bool = False  #: released while reads were posted
-    waker: Callable[[], None] | None = None
-
-    # That of a struct shows every field, and tickets and loads lead to each other.
-    __repr__ = object.__repr__
-
-
-class Load(msgspec.Struct, eq=False):
-    """An asynchronous write that fills pages layer by layer, and the lease under which it writes."""
-
-    kind: LoadKind
-    room: Any
-    verify: bool  #: only `checksum` may read a layer before its digests matched
-    extents: tuple[Extent, ...] = ()
-    landed: int = 0  #: watermark: layers landed
-    verified: int = 0  #: watermark: layers whose digests matched
-    open: bool = True  #: the writer may still write
-    failed: bool = False
-    waiters: set[Ticket] = msgspec.field(default_factory=set)
-
-    __repr__ = object.__repr__
-
-    def readable(self, consumer: Consumer) -> int:
-        return self.verified if self.verify and consumer is not Consumer.CHECKSUM else self.landed
-
-
-class _Space:
-    """Page state of one space, by page number."""
-
-    __slots__ = (
-        *("filled", "filling", "free", "generation", "load", "masks", "name", "on_host", "pools", "readers", "state"),
-    )
-
-    def __init__(self, name: str, spec: SpaceSpec) -> None:
-        self.name = name
-        self.on_host = name.startswith(HOST)
-        self.pools = frozenset(spec.pools)
-        self.masks: dict[frozenset[str], int] = {}
-        self.generation = [0] * spec.pages
-        self.state = bytearray(spec.pages)
-        self.readers = [0] * spec.pages
-        self.filled = [0] * spec.pages  #: bit mask of the pools whose bytes are complete
-        self.filling = [0] * spec.pages  #: bit mask of the pools that the page's load writes
-        self.load: list[Load | None] = [None] * spec.pages
-        self.free = deque(range(spec.pages))
-
-    def mask(self, pools: frozenset[str]) -> int:
-        mask = self.masks.get(pools)
-        if mask is None:
-            order = sorted(self.pools)
-            mask = self.masks[pools] = sum(1 << order.index(pool) for pool in pools)
-        return mask
-
-    def quiet(self, page: int) -> bool:
-        return not self.readers[page] and self.load[page] is None
-
-
 class Ledger:
-    """Spaces by name; a page is free, owned, retiring (freed, but somebody may still touch it) or quarantined."""
+    """Spaces by name, tickets by room."""
 
     def __init__(self, spaces: Mapping[str, SpaceSpec], layers: int) -> None:
         self.layers = layers
         self.refused = 0
         self.loads: set[Load] = set()
-        self._spaces = {name: _Space(name, spec) for name, spec in spaces.items()}
-        self._by_room: dict[Any, set[Ticket]] = {}
+        self._spaces = {name: Space(name, spec) for name, spec in spaces.items()}
+        self._by_room: dict[Any, Ticket] = {}  #: the newest live one; `after` leads to the others
 
     @property
     def tickets(self) -> int:
         """Live ones: pending, granted or revoking."""
-        return sum(map(len, self._by_room.values()))
+        return len(self.live())
 
     # ---- pages -------------------------------------------------------------------------------------
 
@@ -118,7 +45,7 @@ class Ledger:
         """`wants[space]` pages of each space, all or nothing (None): no hold-and-wait. Generations rise by one."""
         if any(len(self._space(name).free) < count for name, count in wants.items()):
             return None
-        return {name: tuple(self._take(self._spaces[name]) for _ in range(n)) for name, n in wants.items()}
+        return {name: tuple(self._spaces[name].take() for _ in range(n)) for name, n in wants.items()}
 
     def extent(self, space: str, pages: Iterable[int], pools: Iterable[str] | None = None) -> Extent:
         """These pages at their present generations; `pools` None: every pool of the space.
@@ -143,13 +70,11 @@ class Ledger:
         if len(set(pages)) < len(pages):
             self._refuse(f"{space} pages {pages} are freed, and one of them twice")
         for page in pages:
-            if found.state[page] != _OWNED:
+            if found.state[page] != OWNED:
                 self._refuse(f"{space} page {page} is freed, but nobody owns it")
         for page in () if guarded else pages:
             self._forget_load(found, page)
-        for page in pages:
-            found.state[page] = _RETIRING
-        return sum(self._retire(found, page) for page in pages)
+        return sum(found.give_back(page) for page in pages)
 
     def loading(self, space: str, pages: Iterable[int]) -> int:
         """How many of the pages an open load fills."""
@@ -171,7 +96,7 @@ class Ledger:
 
     def retiring(self, space: str) -> int:
         """Pages that were given back, and come free when their last reader and writer are gone."""
-        return self._space(space).state.count(_RETIRING)
+        return self._space(space).state.count(RETIRING)
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Pages by state and space, and leased pages (under an open load)."""
@@ -196,14 +121,15 @@ class Ledger:
             if space.on_host is not (kind is LoadKind.BACKUP):
                 self._refuse_side(space, kind, "writes")
             for page, generation in zip(extent.pages, extent.generations, strict=True):
-                if space.state[page] != _OWNED or space.generation[page] != generation:
+                if space.state[page] != OWNED or space.generation[page] != generation:
                     self._refuse_stale(space, page, generation)
                 if not space.quiet(page):
                     who = "a ticket reads it" if space.readers[page] else "another load writes it"
                     self._refuse(f"{kind.value} may not write {extent.space} page {page}: {who}")
         load = Load(kind, room, verify)
         for extent in extents:
-            self._lease(load, extent)
+            for page in extent.pages:
+                self._spaces[extent.space].lease(page, load, extent.pools)
         # Named once every page has its generation: two extents may share a page and differ in pools.
         load.extents = tuple(self.extent(extent.space, extent.pages, extent.pools) for extent in extents)
         self.loads.add(load)
@@ -233,7 +159,7 @@ class Ledger:
             if found.load[page] is not load:
                 self._refuse(f"{space} page {page} is sealed, but this lease does not hold it")
         for page in set(pages):
-            self._leave_load(found, page, whole=True)
+            found.end_lease(page, whole=True)
 
     def fail_load(self, load: Load) -> list[Ticket]:
         """The bytes will not arrive, or are wrong: every sharer is revoked. The writer may still be writing.
@@ -253,7 +179,7 @@ class Ledger:
         """
         changed = self.fail_load(load)
         for space, page in self._pages_under(load):
-            space.state[page] = _QUARANTINED
+            space.state[page] = QUARANTINED
         return changed
 
     def end_load(self, load: Load) -> list[Ticket]:
@@ -271,7 +197,7 @@ class Ledger:
             ticket.loads = tuple(other for other in ticket.loads if other is not load)
         load.waiters.clear()
         for space, page in self._pages_under(load):
-            self._leave_load(space, page, whole)
+            space.end_lease(page, whole)
         return changed
 
     # ---- readers -----------------------------------------------------------------------------------
@@ -290,11 +216,10 @@ class Ledger:
             self._wait(ticket)
         else:
             ticket = Ticket(consumer, room, holds, extents, (), self.layers, GRANTED)
-        tickets = self._by_room.get(room)
-        if tickets is None:
-            self._by_room[room] = {ticket}
-        else:
-            tickets.add(ticket)
+        after = self._by_room.get(room)
+        if after is not None:
+            ticket.after, after.before = after, ticket
+        self._by_room[room] = ticket
         return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
@@ -365,11 +290,18 @@ class Ledger:
         """The room is aborted: its pending tickets end, its granted ones hold on until released."""
         if room is None:
             self._refuse("tickets of no room can't be revoked by room: they go with their load")
-        return [ticket for ticket in list(self._by_room.get(room, ())) if self._revoke(ticket)]
+        return [ticket for ticket in list(self.of_room(room)) if self._revoke(ticket)]
 
     def live(self) -> list[Ticket]:
         """Every ticket that is pending, granted or revoking, for reports."""
-        return [ticket for tickets in self._by_room.values() for ticket in tickets]
+        return [ticket for room in self._by_room for ticket in self.of_room(room)]
+
+    def of_room(self, room: Any) -> Iterator[Ticket]:
+        """Its live tickets, the newest first."""
+        ticket = self._by_room.get(room)
+        while ticket is not None:
+            yield ticket
+            ticket = ticket.after
 
     # ---- inside ------------------------------------------------------------------------------------
 
@@ -381,23 +313,23 @@ class Ledger:
         if ticket.state is RELEASED or ticket.state is REVOKED:
             self._refuse(f"the ticket of {ticket.consumer.value} is already {ticket.state.value}")
 
-    def _space(self, name: str) -> _Space:
+    def _space(self, name: str) -> Space:
         found = self._spaces.get(name)
         if found is None:
             self._refuse(f"there is no space {name}, only {', '.join(self._spaces)}")
         return found
 
-    def _refuse_side(self, space: _Space, who: Consumer | LoadKind, does: str) -> NoReturn:
+    def _refuse_side(self, space: Space, who: Consumer | LoadKind, does: str) -> NoReturn:
         """A page number means nothing without its space."""
         here, there = ("host", "device") if space.on_host else ("device", "host")
         self._refuse(f"{who.value} {does} {there} pages, and {space.name} is a space of the {here}")
 
-    def _check_exist(self, space: _Space, pages: Sequence[int]) -> None:
+    def _check_exist(self, space: Space, pages: Sequence[int]) -> None:
         if pages and not 0 <= min(pages) <= max(pages) < len(space.state):
             self._refuse(f"{space.name} has pages 0..{len(space.state) - 1}, asked are {min(pages)}..{max(pages)}")
 
-    def _refuse_stale(self, space: _Space, page: int, generation: int) -> NoReturn:
-        if space.state[page] != _OWNED:
+    def _refuse_stale(self, space: Space, page: int, generation: int) -> NoReturn:
+        if space.state[page] != OWNED:
             self._refuse(f"{space.name} page {page} has no owner")
         self._refuse(f"{space.name} page {page} is at generation {space.generation[page]}, not {generation}")
 
@@ -407,22 +339,7 @@ class Ledger:
         if not present <= layers <= self.layers:
             self._refuse(f"a watermark may only rise: {present} -> {layers} of {self.layers}")
 
-    def _take(self, space: _Space) -> int:
-        page = space.free.popleft()
-        space.state[page] = _OWNED
-        space.generation[page] += 1
-        space.filled[page] = 0
-        return page
-
-    def _retire(self, space: _Space, page: int) -> int:
-        """1 if the page was given back and nobody touches it any more: it is free from here."""
-        if space.state[page] < _RETIRING or not space.quiet(page):
-            return 0
-        space.state[page] = _FREE
-        space.free.append(page)
-        return 1
-
-    def _pages_under(self, load: Load) -> Iterator[tuple[_Space, int]]:
+    def _pages_under(self, load: Load) -> Iterator[tuple[Space, int]]:
         """The pages that the load still leases."""
         for extent in load.extents:
             space = self._spaces[extent.space]
@@ -430,52 +347,40 @@ class Ledger:
                 if space.load[page] is load:
                     yield space, page
 
-    def _lease(self, load: Load, extent: Extent) -> None:
-        space, mask = self._spaces[extent.space], self._spaces[extent.space].mask(extent.pools)
-        for page in extent.pages:
-            if space.load[page] is not load:
-                space.load[page] = load
-                space.generation[page] += 1
-                space.filled[page] = space.filling[page] = 0
-            space.filling[page] |= mask
-
-    def _leave_load(self, space: _Space, page: int, whole: bool) -> None:
-        space.load[page] = None
-        if whole:
-            space.filled[page] = space.filling[page]
-        self._retire(space, page)
-
     def _join(
         self, consumer: Consumer, extents: Sequence[Extent], holds: bool, loads: tuple[Load, ...] = ()
     ) -> tuple[Load, ...]:
         """The pages get one more reader, if it may read every one. Returns `loads` and those that fill the pages."""
-        for extent in extents:
-            space = self._spaces.get(extent.space) or self._space(extent.space)
-            if space.on_host is not (consumer is LOAD):
-                self._refuse_side(space, consumer, "reads")
-            mask = space.masks.get(extent.pools) or space.mask(extent.pools)
-            generations = iter(extent.generations)
-            for page in extent.pages:
-                generation = next(generations)
-                if space.state[page] != _OWNED or space.generation[page] != generation:
-                    self._refuse_stale(space, page, generation)
-                load = space.load[page]
-                if load is None:
-                    covered = space.filled[page]
-                elif load.failed or load.kind is FORWARD:
-                    covered = 0
-                else:
-                    covered = space.filling[page]
-                    if load not in loads:
-                        loads = (*loads, load)
-                if mask & ~covered:
-                    self._refuse(f"{space.name} page {page}: not every asked pool is filled or loading")
-        if holds:
+        joined = 0
+        try:
             for extent in extents:
-                readers = self._spaces[extent.space].readers
+                space = self._spaces.get(extent.space) or self._space(extent.space)
+                if space.on_host is not (consumer is LOAD):
+                    self._refuse_side(space, consumer, "reads")
+                generations = iter(extent.generations)
                 for page in extent.pages:
-                    readers[page] += 1
+                    generation = next(generations)
+                    if space.state[page] != OWNED or space.generation[page] != generation:
+                        self._refuse_stale(space, page, generation)
+                    if space.filled[page] is not space.pools:
+                        loads = self._behind(space, page, extent.pools, loads)
+                if holds:
+                    for page in extent.pages:
+                        space.readers[page] += 1
+                    joined += 1
+        except LedgerError:
+            self._leave(extents[:joined])
+            raise
         return loads
+
+    def _behind(self, space: Space, page: int, pools: frozenset[str], loads: tuple[Load, ...]) -> tuple[Load, ...]:
+        """`loads`, and the one that fills the page, if these pools of it are not filled yet."""
+        load = space.load[page]
+        if load is None and space.covers(space.filled[page], pools):
+            return loads
+        if load is None or load.failed or load.kind is FORWARD or not space.covers(space.filling[page], pools):
+            self._refuse(f"{space.name} page {page}: not every asked pool is filled or loading")
+        return loads if load in loads else (*loads, load)
 
     def _wait(self, ticket: Ticket) -> None:
         for load in ticket.loads:
@@ -516,9 +421,14 @@ class Ledger:
             for load in ticket.loads:
                 load.waiters.discard(ticket)
             ticket.loads = ()
-        tickets = self._by_room[ticket.room]
-        tickets.discard(ticket)
-        if not tickets:
+        before, after = ticket.before, ticket.after
+        if after is not None:
+            after.before, ticket.after = before, None
+        if before is not None:
+            before.after, ticket.before = after, None
+        elif after is not None:
+            self._by_room[ticket.room] = after
+        else:
             del self._by_room[ticket.room]
 
     def _leave(self, extents: Iterable[Extent]) -> None:
@@ -526,10 +436,10 @@ class Ledger:
             space = self._spaces[extent.space]
             for page in extent.pages:
                 space.readers[page] -= 1
-                if space.state[page] >= _RETIRING:
-                    self._retire(space, page)
+                if space.state[page] >= RETIRING:
+                    space.retire(page)
 
-    def _forget_load(self, space: _Space, page: int) -> None:
+    def _forget_load(self, space: Space, page: int) -> None:
         load, space.load[page] = space.load[page], None
         if load is not None:
             for ticket in load.waiters:

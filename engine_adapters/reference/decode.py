@@ -8,7 +8,7 @@ from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.effects import Effect
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.agent import Agent
 from dsv4ctl.engine_adapters.reference.facts import Budget

@@ -30,7 +30,7 @@ import msgspec
 
 from dsv4ctl.controlplane.link.wire import OpenRoom, SetGuards
 from dsv4ctl.controlplane.rooms.states import RoomKey, RoomState
-from dsv4ctl.controlplane.tickets.ledger import Ticket
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 from dsv4ctl.controlplane.tickets.types import TICKET_GUARDS, Guard
 from dsv4ctl.engine_adapters.protocol import LaunchRequest
 from dsv4ctl.engine_adapters.reference.engine import Engine

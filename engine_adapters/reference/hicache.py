@@ -11,7 +11,7 @@ import numpy as np
 
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError
-from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent, Guard
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.copies import Copies

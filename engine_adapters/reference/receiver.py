@@ -18,7 +18,7 @@ from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.hold import hold
-from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
 from dsv4ctl.engine_adapters.reference.digests import PageDigests

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from dsv4ctl.controlplane.link.wire import OpenRoom
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
 from dsv4ctl.controlplane.tickets.gate import Gate, TicketRevokedError, TicketTimeoutError
-from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent
 from dsv4ctl.engine_adapters.reference.cache import Node
 from dsv4ctl.engine_adapters.reference.digests import PageDigests

@@ -15,7 +15,8 @@ from typing import Any, Protocol
 import torch
 
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import LedgerError, Load, Ticket
+from dsv4ctl.controlplane.tickets.ledger import LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
 
 

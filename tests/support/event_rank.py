@@ -21,7 +21,7 @@ from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, Guard, LoadKind, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.controlplane.watchdog import judge

@@ -25,7 +25,9 @@ from dsv4ctl.controlplane.rooms.states import ABORTS, LIVE, TERMINAL, AbortSourc
 from dsv4ctl.controlplane.rooms.table import RoomTable
 from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Ledger, Ticket, _Space
+from dsv4ctl.controlplane.tickets.ledger import Ledger
+from dsv4ctl.controlplane.tickets.space import Space
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, TicketState
 from dsv4ctl.controlplane.watchdog import judge
 from dsv4ctl.engine_adapters.agent import Agent
@@ -305,12 +307,12 @@ def peers_of_the_room(patch: Patch) -> None:
 
 def lease_holds_pages(patch: Patch) -> None:
     """A page is free as soon as its owner says so, whatever still writes it."""
-    patch.setattr(_Space, "quiet", lambda self, page: not self.readers[page])
+    patch.setattr(Space, "quiet", lambda self, page: not self.readers[page])
 
 
 def ticket_holds_pages(patch: Patch) -> None:
     """A page is free as soon as its owner says so, whoever still reads it."""
-    patch.setattr(_Space, "quiet", lambda self, page: self.load[page] is None)
+    patch.setattr(Space, "quiet", lambda self, page: self.load[page] is None)
 
 
 def page_generations(patch: Patch) -> None:
@@ -325,7 +327,7 @@ def one_release(patch: Patch) -> None:
 
 def whole_groups(patch: Patch) -> None:
     """A page counts as there when any pool of it is."""
-    patch.setattr(_Space, "mask", lambda self, pools: 1)
+    patch.setattr(Space, "covers", lambda self, pools, asked: bool(pools & asked))
 
 
 def slowest_member(patch: Patch) -> None:

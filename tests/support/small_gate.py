@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Consumer, LoadKind, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import Ring
 

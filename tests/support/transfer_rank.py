@@ -28,7 +28,7 @@ from dsv4ctl.controlplane.link.wire import (
 from dsv4ctl.controlplane.link.wire import Geometry as LinkGeometry
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.tickets.gate import Gate
-from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard, LoadKind, SpaceSpec
 from dsv4ctl.controlplane.trace.ring import Ring
 from dsv4ctl.engine_adapters.agent import Agent

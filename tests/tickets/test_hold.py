@@ -14,7 +14,8 @@ import pytest
 
 from dsv4ctl.controlplane.tickets.gate import TicketRevokedError, TicketTimeoutError
 from dsv4ctl.controlplane.tickets.hold import Held, hold
-from dsv4ctl.controlplane.tickets.ledger import LedgerError, Load
+from dsv4ctl.controlplane.tickets.ledger import LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Consumer, TicketState
 from small_gate import LAYERS, SmallGate
 

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 
-from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError, Load, Ticket
+from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 LAYERS = 3
@@ -460,6 +461,16 @@ def test_every_live_ticket_is_reported(ledger: Ledger) -> None:
         ledger.release(ticket)
     assert ledger.live() == []
     assert ledger.tickets == 0
+
+
+def test_what_has_ended_keeps_no_other_ticket(ledger: Ledger) -> None:
+    """Who holds on to one of them does not hold on to all that were requested since."""
+    extent = filled(ledger)
+    tickets = [ledger.request(READER, [extent], room=1) for _ in range(3)]
+    for ticket in (tickets[1], tickets[0], tickets[2]):
+        ledger.release(ticket)
+        assert ticket.before is None
+        assert ticket.after is None
 
 
 # ---- guards that experiments switch off -----------------------------------------------------------------

@@ -14,7 +14,8 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
-from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError, Load, Ticket
+from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
 PAGES, LAYERS = 3, 2

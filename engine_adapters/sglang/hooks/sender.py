@@ -11,7 +11,8 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 
 from dsv4ctl.controlplane.rooms.writer import Writer
-from dsv4ctl.controlplane.tickets.ledger import LedgerError, Ticket
+from dsv4ctl.controlplane.tickets.ledger import LedgerError
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Guard
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.geometry import state_pages

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
-from dsv4ctl.controlplane.tickets.ledger import Load, Ticket
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, LoadKind
 from dsv4ctl.engine_adapters.agent import UnknownRoomError
 from simulation.http import Answer

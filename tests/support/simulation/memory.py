@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.rooms.states import RoomKey
-from dsv4ctl.controlplane.tickets.ledger import Ticket
+from dsv4ctl.controlplane.tickets.ticket import Ticket
 
 #: Told of what must not be: an invariant and what happened.
 Violated = Callable[[str, str], None]

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING
 from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
-from dsv4ctl.controlplane.tickets.ledger import Load
+from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import Consumer
 from dsv4ctl.engine_adapters.agent import UnknownRoomError
 from simulation.memory import Bytes, Write
