@@ -50,7 +50,7 @@ class Choices:
         if env.aborts and "client" in self._plan.abort_by:
             for key in plane.abortable:
                 yield ("abort", key), False
-        if self._plan.link != "instant":
+        if self._plan.link != "instant" or self._plan.link_faults:
             for name in plane.unreceived:
                 yield ("resend", name), True
 

@@ -6,6 +6,9 @@ looked up and not run again, whatever the rest of the world does meanwhile.
 
 from __future__ import annotations
 
+import marshal
+import pickle
+from hashlib import blake2b
 from typing import Any
 
 from dsv4ctl.controlplane.explore.snapshot import copy_of, image
@@ -13,6 +16,9 @@ from dsv4ctl.controlplane.tickets.ledger import Ledger
 
 Event = tuple[Any, ...]
 Output = tuple[Any, ...]
+
+#: Nodes in memory as they are, the latest; older ones are packed: a fifth of the size, twice the time to run an event.
+LATEST = 20_000
 
 
 class Violation(Exception):
@@ -46,13 +52,15 @@ class Node:
 
 
 class Nodes:
+    """Told apart by 16 bytes of their image's hash: with a million of them, two collide with probability 2e-27."""
+
     SKIP = frozenset({"out", "setup"})
 
     def __init__(self, unread: frozenset[str] = frozenset()) -> None:
         """`unread`: fields that no node of this world reads back."""
         self._skip = self.SKIP | unread
-        self._nodes: list[Node] = []
-        self._numbers: dict[Any, int] = {}
+        self._nodes: list[Node | bytes] = []
+        self._numbers: dict[bytes, int] = {}
         self._steps: dict[tuple[int, Event], tuple[int, tuple[Output, ...]] | Violation] = {}
         self._views: dict[int, Any] = {}
         self._moves: dict[int, list[Event]] = {}
@@ -61,12 +69,14 @@ class Nodes:
     def add(self, node: Node) -> int:
         """Its number. Raises Violation if it breaks an invariant by itself."""
         node.settle()
-        key = image(node, self._skip, node.ledger)
+        key = blake2b(marshal.dumps(image(node, self._skip, node.ledger), 2), digest_size=16).digest()
         number = self._numbers.get(key)
         if number is None:
             node.check()
             number = self._numbers[key] = len(self._nodes)
             self._nodes.append(node)
+            if number >= LATEST:
+                self._nodes[number - LATEST] = pickle.dumps(self._nodes[number - LATEST])
         return number
 
     def step(self, number: int, event: Event) -> tuple[int, tuple[Output, ...]]:
@@ -81,25 +91,27 @@ class Nodes:
     def view(self, number: int) -> Any:
         found = self._views.get(number)
         if found is None:
-            found = self._views[number] = self._nodes[number].view()
+            found = self._views[number] = self.node(number).view()
         return found
 
     def moves(self, number: int) -> list[Event]:
         found = self._moves.get(number)
         if found is None:
-            found = self._moves[number] = self._nodes[number].moves()
+            found = self._moves[number] = self.node(number).moves()
         return found
 
     def node(self, number: int) -> Node:
         """To look at, not to change."""
-        return self._nodes[number]
+        found = self._nodes[number]
+        return pickle.loads(found) if isinstance(found, bytes) else found
 
     def __len__(self) -> int:
         return len(self._nodes)
 
     def _run(self, number: int, event: Event) -> tuple[int, tuple[Output, ...]] | Violation:
         self.runs += 1
-        node = copy_of(self._nodes[number])
+        found = self._nodes[number]
+        node = pickle.loads(found) if isinstance(found, bytes) else copy_of(found)
         try:
             getattr(node, f"on_{event[0]}")(*event[1:])
             sent = tuple(node.out)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.explore.nodes import Event
@@ -10,7 +11,8 @@ from dsv4ctl.controlplane.rooms.states import RoomKey
 
 SIDES = ("P", "D")
 #: Of a plan: how often each may still strike is part of a world's state.
-FAULTS = ("aborts", "link_faults", "peer_faults", "breaks", "crashes", "poisons", "restarts")
+STRIKES = ("aborts", "link_faults", "peer_faults", "breaks", "crashes", "poisons")
+FAULTS = (*STRIKES, "restarts")
 
 
 class Plan(NamedTuple):
@@ -22,22 +24,25 @@ class Plan(NamedTuple):
     fan: bool = False  #: every rank of one side is the peer of every rank of the other; else rank i of rank i
     rooms: tuple[tuple[int, int], ...] = ((1, 1), (2, 1))
     setup: Setup = Setup()
-    link: str = "instant"  #: or "down": frames to ranks wait in line; "both": their reports too
+    link: str = (
+        "instant"  #: but for frames that a fault strikes; "down": frames to ranks wait in line; "both": reports too
+    )
     aborts: int = 1
     abort_by: tuple[str, ...] = ("client", "P", "D")
-    link_faults: int = 0  #: frames lost, repeated or overtaken between control plane and ranks
+    link_faults: int = 0  #: frames lost, repeated, late or overtaken between control plane and ranks
     peer_faults: int = 0  #: the same between ranks
     breaks: int = 0  #: connections between two ranks lost with all that is on them, and made again
     crashes: int = 0
     poisons: int = 0  #: writes that end without a known state
     restarts: int = 0
+    at_most: int | None = None  #: aborts and faults of all kinds together, restarts aside
     one_by_one: bool = False  #: a room opens when the one before it has ended
-    eager: bool = False  #: frames between ranks that say nothing any more arrive at once
+    eager: bool = False  #: frames between ranks that say nothing any more arrive at once, what is over is forgotten
 
 
 def eager_may_be(plan: Plan) -> bool:
-    """What is said once reaches who is meant, in order, and what ended is remembered."""
-    return plan.link == "instant" and not plan.peer_faults and not plan.breaks and plan.setup.remembered is None
+    """Nothing is said a second time because a connection broke, and what ended is remembered."""
+    return not plan.breaks and plan.setup.remembered is None
 
 
 class Env(NamedTuple):
@@ -55,6 +60,13 @@ class Env(NamedTuple):
     faulty: tuple[bool, bool] = (False, False)  #: a rank of it crashed, or lost track of a write
     lost: bool = False  #: a frame was lost that nobody sends again
     submitted: tuple[tuple[str, RoomKey], ...] = ()
+
+
+def capped(plan: Plan, env: Env) -> Env:
+    """Nothing more may strike once as much has struck as may altogether: what is left of each kind says nothing."""
+    if plan.at_most is None or sum(getattr(plan, kind) - getattr(env, kind) for kind in STRIKES) < plan.at_most:
+        return env
+    return env._replace(aborts=0, link_faults=0, peer_faults=0, breaks=0, crashes=0, poisons=0)
 
 
 class Flight(NamedTuple):
@@ -103,7 +115,7 @@ class Layout:
     def rank(self, name: str) -> int:
         return self.of_side[name[0]][int(name[1])]
 
-    def alive(self, name: str, nodes: tuple[int, ...] | list[int], env: Env) -> bool:
+    def alive(self, name: str, nodes: Sequence[int], env: Env) -> bool:
         """The process of this incarnation runs."""
         rank = self.rank(name)
         return nodes[rank] >= 0 and self.name(rank, env.epochs) == name

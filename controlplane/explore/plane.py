@@ -22,7 +22,7 @@ class Plane(Node):
         self.fleet = {"P": prefill, "D": decode}
         self.logs = {name: AbortLog() for name in (*prefill, *decode)}
         self.rooms: dict[RoomKey, Room] = {}
-        self.ended: dict[RoomKey, str] = {}
+        self.ended: set[RoomKey] = set()
 
     # ---- from gateway, clock and supervisor ------------------------------------------------------------------------
 
@@ -63,6 +63,10 @@ class Plane(Node):
     def on_up(self, side: str, names: tuple[str, ...]) -> None:
         self.fleet[side] = names
         self.logs.update({name: AbortLog() for name in names})
+
+    def on_settled(self, name: str) -> None:
+        """Every abort that the rank was told is received, and nothing is on the way: numbers count from 1 again."""
+        self.logs[name] = AbortLog()
 
     # ---- from ranks ------------------------------------------------------------------------------------------------
 
@@ -107,11 +111,8 @@ class Plane(Node):
                 case Fence():
                     self.out.append(("fence", effect.incarnation))
                 case Ended():
-                    self._end(effect.key, effect.state)
-
-    def _end(self, key: RoomKey, state: RoomState) -> None:
-        del self.rooms[key]
-        self.ended[key] = state.value
+                    del self.rooms[effect.key]
+                    self.ended.add(effect.key)
 
     def _send_entries(self, name: str, now: float) -> None:
         log = self.logs[name]
@@ -129,14 +130,15 @@ class Plane(Node):
 class PlaneView:
     """Of a control plane, for the world around it."""
 
-    __slots__ = ("abortable", "ended", "fleet", "overdue", "rooms", "submitted", "told", "unreceived")
+    __slots__ = ("abortable", "ended", "fleet", "overdue", "rooms", "settled", "submitted", "told", "unreceived")
 
     def __init__(self, plane: Plane) -> None:
         self.fleet = dict(plane.fleet)
         self.rooms = frozenset(plane.rooms)
-        self.ended = dict(plane.ended)
+        self.ended = frozenset(plane.ended)
         self.abortable = tuple(key for key, room in plane.rooms.items() if room.state not in ABORTS)
         self.submitted = tuple(key for key, room in plane.rooms.items() if room.allocated)
         self.overdue = tuple(key for key, room in plane.rooms.items() if room.next_deadline() is not None)
         self.told = frozenset((name, entry.key) for name, log in plane.logs.items() for entry in log._unreceived)
+        self.settled = tuple(name for name, log in plane.logs.items() if log._seq and not log.pending)
         self.unreceived = tuple(name for name, log in plane.logs.items() if log.pending)

@@ -5,7 +5,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.aborts.inbox import AbortInbox
@@ -83,6 +83,7 @@ class RankView(NamedTuple):
 
     rooms: tuple[RoomKey, ...]
     live: frozenset[RoomKey]  #: of these, the ones that are not aborting
+    over: frozenset[RoomKey]  #: aborting or ended here: none of these is live here again
     expects: frozenset[RoomKey]  #: decode: notifications of these are counted in
     ack_due: tuple[RoomKey, ...]
     facts: tuple[tuple[RoomKey, Facts], ...]
@@ -93,6 +94,7 @@ class RankView(NamedTuple):
     states: bytes
     memory: tuple[Any, ...]
     empty: bool
+    worn: bool  #: no page is in use, and they were
 
 
 class Rank(Node):
@@ -110,7 +112,7 @@ class Rank(Node):
         self.inbox = AbortInbox() if kept is None else AbortInbox(kept + 1)
         self.applied = 0  #: ghost: entries of the abort log applied, each in its turn
         self.ack_due: set[RoomKey] = set()
-        self.ledger: Ledger = Ledger({SPACE: SpaceSpec(setup.pages, ("kv",))}, LAYERS)
+        self.ledger: Ledger = self._new_ledger()
         self.memory: list[Any] = [None] * setup.pages
 
     # ---- from the control plane ------------------------------------------------------------------------------------
@@ -148,6 +150,18 @@ class Rank(Node):
         self.forget_peer(peer)
         for key, half in self.rooms:
             self.carry_out(key, half, half.fenced(peer))
+
+    def on_settled(self) -> None:
+        """As in the control plane: what follows depends on the differences of the numbers alone."""
+        self.inbox.received -= self.applied
+        self.applied = 0
+
+    def on_idle(self) -> None:
+        """No sequence has pages, nothing touches any: which of them comes first, and what they held, is the same."""
+        self.ledger = self._new_ledger()
+
+    def _new_ledger(self) -> Ledger:
+        return Ledger({SPACE: SpaceSpec(self.setup.pages, ("kv",))}, LAYERS)
 
     # ---- from inside the engine ------------------------------------------------------------------------------------
 
@@ -360,6 +374,7 @@ class Rank(Node):
         return RankView(
             rooms=tuple(key for key, _ in self.rooms),
             live=frozenset(key for key, half in self.rooms if half.live),
+            over=frozenset(self._over()),
             expects=frozenset(s.key for s in seqs if s.expected),
             ack_due=tuple(sorted(self.ack_due)),
             facts=tuple((s.key, Facts(not s.aborting, self.told(s), s.ready, s.quiet)) for s in seqs),
@@ -370,7 +385,15 @@ class Rank(Node):
             states=bytes(space.state),
             memory=tuple(self.memory),
             empty=clean and not seqs and not len(self.rooms),
+            worn=clean
+            and not any(s.pages for s in seqs)
+            and (any(space.filled) or list(space.free) != sorted(space.free)),
         )
+
+    def _over(self) -> Iterator[RoomKey]:
+        yield from (key for key, half in self.rooms if not half.live)
+        for room, last in (*self.rooms._ended.items(), *self.rooms._poisons.items()):
+            yield from (RoomKey(room, generation) for generation in range(1, last + 1))
 
 
 def is_free(view: RankView, page: int) -> bool:

@@ -176,18 +176,22 @@ def _terminates(world: World, graph: _Graph, found: Found) -> None:
 def _cannot_end(graph: _Graph) -> int | None:
     """The first state from which fair steps lead to no end."""
     count = len(graph.states)
-    back: list[list[int]] = [[] for _ in range(count)]
+    source, before = array("l", bytes(8 * len(graph.to))), array("l", [-1]) * len(graph.to)
+    last = array("l", [-1]) * count  #: the last fair edge into each state; `before`: of an edge, the one before it
     for state in range(count):
         for edge in graph.edges(state):
             if graph.fair[edge]:
-                back[graph.to[edge]].append(state)
+                source[edge], before[edge] = state, last[graph.to[edge]]
+                last[graph.to[edge]] = edge
     ends = bytearray(graph.done)
     todo = [state for state in range(count) if ends[state]]
     while todo:
-        for state in back[todo.pop()]:
-            if not ends[state]:
-                ends[state] = 1
-                todo.append(state)
+        edge = last[todo.pop()]
+        while edge >= 0:
+            if not ends[source[edge]]:
+                ends[source[edge]] = 1
+                todo.append(source[edge])
+            edge = before[edge]
     return next((state for state in range(count) if not ends[state]), None)
 
 

@@ -9,16 +9,18 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterator
+from itertools import count
 from typing import Any
 
 from dsv4ctl.controlplane.explore.choices import Choices
 from dsv4ctl.controlplane.explore.decode import DecodeRank
 from dsv4ctl.controlplane.explore.nodes import Event, Nodes, Output, Violation
-from dsv4ctl.controlplane.explore.plan import FAULTS, SIDES, Env, Flight, Layout, Plan, eager_may_be
+from dsv4ctl.controlplane.explore.plan import FAULTS, SIDES, Env, Flight, Layout, Plan, capped, eager_may_be
 from dsv4ctl.controlplane.explore.plane import Plane, PlaneView
 from dsv4ctl.controlplane.explore.prefill import PrefillRank
 from dsv4ctl.controlplane.explore.rank import Facts, RankView, is_free
 from dsv4ctl.controlplane.explore.search import Step
+from dsv4ctl.controlplane.explore.silence import Silence
 from dsv4ctl.controlplane.explore.words import describe
 from dsv4ctl.controlplane.rooms.states import RoomKey
 
@@ -31,7 +33,7 @@ _UNREAD_IF_EAGER = frozenset({"unacked"})
 class _Draft:
     """A state being changed."""
 
-    __slots__ = ("channels", "env", "flights", "nodes", "ops")
+    __slots__ = ("channels", "env", "flights", "nodes", "ops", "strike")
 
     def __init__(
         self, nodes: tuple[int, ...], channels: tuple[Any, ...], flights: tuple[Flight, ...], env: Env
@@ -41,6 +43,7 @@ class _Draft:
         self.flights = list(flights)
         self.env = env
         self.ops: dict[int, list[Output]] = {}
+        self.strike: list[Any] = []  #: [how many frames on, how]: a fault of an instant link, until it strikes
 
 
 class Transfer:
@@ -52,6 +55,7 @@ class Transfer:
         self.nodes = Nodes(_UNREAD_IF_EAGER if plan.eager else frozenset())
         self._layout = Layout(plan)
         self._choices = Choices(plan, self._layout, self.nodes)
+        self._silence = Silence(plan, self._layout, self.nodes)
         self._parts: list[dict[Any, int]] = [{}, {}, {}, {}]
         self._values: list[list[Any]] = [[], [], [], []]
 
@@ -72,6 +76,8 @@ class Transfer:
             if step is not None:
                 moved = moved or fair
                 yield step
+                if env.link_faults and self.plan.link == "instant":
+                    yield from self._struck(state, action)
         if self.plan.setup.hasty or not moved:
             for action in self._choices.time_outs(nodes):
                 step = self._take(state, action, True)
@@ -87,7 +93,7 @@ class Transfer:
             if nodes[rank] >= 0:
                 name = self._layout.name(rank, env.epochs)
                 for key in self._living(plane, name, self.nodes.view(nodes[rank])):
-                    raise Violation("S5", f"room {key} has {plane.ended[key]}, and lives on {name}")
+                    raise Violation("S5", f"room {key} has ended, and lives on {name}")
 
     def done(self, state: tuple[int, ...]) -> bool:
         nodes, _, flights, env = self._open(state)
@@ -100,15 +106,27 @@ class Transfer:
 
     # ---- what may happen -------------------------------------------------------------------------------------------
 
-    def _take(self, state: tuple[int, ...], action: Event, fair: bool) -> Step | None:
-        """None if the action changes nothing."""
+    def _struck(self, state: tuple[int, ...], action: Event) -> Iterator[Step]:
+        """A fault strikes one of the frames that the action sends to ranks over an instant link, in each way."""
+        for frame in count():
+            for how in ("lost", "repeated", "late"):
+                step = self._take(state, action, False, strike := [frame, how])
+                if strike:
+                    return
+                if step is not None:
+                    yield step._replace(action=("struck", action, frame, how))
+
+    def _take(self, state: tuple[int, ...], action: Event, fair: bool, strike: list[Any] | None = None) -> Step | None:
+        """None if the action changes nothing. `strike` is emptied when it strikes."""
         draft = _Draft(*self._open(state))
+        draft.strike = [] if strike is None else strike
         try:
             getattr(self, f"_do_{action[0]}")(draft, *action[1:])
             if self.plan.eager:
                 self.hush(draft)
         except Violation as violation:
             return Step(action, fair, None, violation)
+        draft.env = capped(self.plan, draft.env)
         after = self._close(draft)
         return None if after == state else Step(action, fair, after)
 
@@ -306,10 +324,30 @@ class Transfer:
     def _down(self, draft: _Draft, name: str, frame: tuple[Any, ...]) -> list[tuple[int, Event]]:
         if not self._layout.alive(name, draft.nodes, draft.env):
             return []
-        if self.plan.link == "instant":
-            return [(self._layout.rank(name), self._layout.own(name, frame))]
-        self._queue(draft, ("down", 0, self._layout.rank(name)), frame)
-        return []
+        rank = self._layout.rank(name)
+        if self.plan.link != "instant":
+            self._queue(draft, ("down", 0, rank), frame)
+            return []
+        if not self._comes_now(draft, rank, frame):
+            return []
+        return [(rank, self._layout.own(name, frame))]
+
+    def _comes_now(self, draft: _Draft, rank: int, frame: tuple[Any, ...]) -> bool:
+        """Over an instant link, unless this is the frame that is struck: what is late waits, the next ones overtake."""
+        if not draft.strike:
+            return True
+        if draft.strike[0]:
+            draft.strike[0] -= 1
+            return True
+        how = draft.strike[1]
+        draft.strike.clear()
+        env = draft.env
+        draft.env = env._replace(
+            link_faults=env.link_faults - 1, lost=env.lost or (how == "lost" and frame[0] in _ONCE)
+        )
+        if how != "lost":
+            self._queue(draft, ("down", 0, rank), frame)
+        return bool(how == "repeated")
 
     def _condemn(self, draft: _Draft, side: str) -> list[tuple[int, Event]]:
         """The engine's life is over: its rooms are aborted at once, its processes will be killed and reaped."""
@@ -343,34 +381,37 @@ class Transfer:
                 self._send(draft, other, (f"peer_{rest[0]}", sender, *rest[1:]))
 
     def hush(self, draft: _Draft) -> None:
-        """What says nothing any more arrives; of two equal acks on a line the second says nothing."""
-        lines = self._layout.lines
+        """What says nothing any more arrives; of two equal acks the second says nothing if no line loses one."""
         while heard := [
-            at for at, of in enumerate(draft.channels) if of and self._says_nothing(draft, lines[at], of[0])
+            (at, frame)
+            for at, frames in enumerate(draft.channels)
+            if frames
+            for frame in self._silence.frames(draft.nodes, draft.channels, draft.env, at)
         ]:
-            for at in heard:
-                self._do_deliver(draft, at)
-        for at, frames in enumerate(draft.channels):
-            if lines[at][0] == "peer":
-                draft.channels[at] = tuple(dict.fromkeys(frames))
+            for at, frame in heard:
+                draft.channels[at] = tuple(other for other in draft.channels[at] if other != frame)
+                self._arrive(draft, self._layout.lines[at], frame)
+        if not self.plan.peer_faults:
+            for at, frames in enumerate(draft.channels):
+                if len(frames) > 1 and self._layout.lines[at][0] == "peer":
+                    draft.channels[at] = tuple(dict.fromkeys(frames))
+        self._forget(draft)
 
-    def _says_nothing(self, draft: _Draft, line: tuple[str, int, int], frame: tuple[Any, ...]) -> bool:
-        """Neither now nor later: a room that is not live on a rank never is again."""
-        (kind, one, other), (sender, receiver, *rest) = line, frame
-        if not self._layout.alive(receiver, draft.nodes, draft.env):
-            return True
-        node = draft.nodes[other]
-        if kind == "note":
-            return rest[0] not in self.nodes.view(node).expects
-        if rest[1] in self.nodes.view(node).live:
-            return False
-        if rest[0] == "destination":
-            return True
-        after, sent = self.nodes.step(node, (f"peer_{rest[0]}", sender, *rest[1:]))
-        back = ("peer", other, one)
-        acks = [(receiver, sender, *output[2:]) for output in sent]  # of an abort: one that the sender has, or will
-        waits = draft.channels[self._layout.line[back]]
-        return after == node and all(ack in waits or self._says_nothing(draft, back, ack) for ack in acks)
+    def _forget(self, draft: _Draft) -> None:
+        """Numbers of aborts count anew once all are received and none is on its way; what was submitted is over."""
+        plane = self.nodes.view(draft.nodes[0])
+        for name in plane.settled:
+            rank = self._layout.rank(name)
+            lines = (self._layout.line["down", 0, rank], self._layout.line["up", rank, 0])
+            if not any(frame[0] in ("abort", "received") for at in lines for frame in draft.channels[at]):
+                self._send(draft, 0, ("settled", name))
+                self._send(draft, rank, ("settled",))
+        for rank in self._layout.ranks:
+            if draft.nodes[rank] >= 0 and self.nodes.view(draft.nodes[rank]).worn:
+                self._send(draft, rank, ("idle",))
+        if any(key in plane.ended for _, key in draft.env.submitted):
+            left = tuple(of for of in draft.env.submitted if of[1] not in plane.ended)
+            draft.env = draft.env._replace(submitted=left)
 
     def agreed(self, known: list[tuple[Facts, ...]]) -> list[tuple[Facts, ...]]:
         """What every rank goes by: element by element the least that any of them knows."""
@@ -397,8 +438,8 @@ class Transfer:
     def _living(self, plane: PlaneView, name: str, view: RankView) -> set[RoomKey]:
         """Ended in the control plane, and not here. A rank that forgot a room may open it again: it is told again."""
         if self.plan.setup.remembered is None:
-            return plane.ended.keys() & set(view.rooms)
-        return {key for key in plane.ended.keys() & view.live if (name, key) not in plane.told}
+            return {key for key in view.rooms if key in plane.ended}
+        return {key for key in plane.ended & view.live if (name, key) not in plane.told}
 
     def _check_flight(self, flight: Flight, nodes: tuple[int, ...], env: Env) -> None:
         what = f"a write of {flight.writer} for room {flight.key} is {flight.state}"

@@ -40,6 +40,9 @@ def describe(names: dict[int, str], lines: list[tuple[str, int, int]], action: E
             return f"{names[one]} and {names[other]}: the connection breaks and is made again"
         case "land" | "complete" | "fail":
             return _flight(kind, rest[0])
+        case "struck":
+            told = describe(names, lines, rest[0])
+            return f"{told}; of the frames that this sends over the link the {rest[1] + 1}. {_STRUCK[rest[2]]}"
         case "crash":
             return f"{names[rest[0]]}: crashes"
         case "submit" | "round" | "admit" | "step" | "notice" | "reap" | "restart":
@@ -57,6 +60,7 @@ _ENGINE = {
     "reap": "its processes are killed and reaped (fence)",
     "restart": "starts again, with new incarnations",
 }
+_STRUCK = {"lost": "is lost", "repeated": "comes again later", "late": "comes late"}
 _FRAMES = {
     "deliver": "the next frame arrives",
     "lose": "the next frame is lost",

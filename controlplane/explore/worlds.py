@@ -18,6 +18,7 @@ FORGETFUL = Setup(pages=1, wants=1, hasty=False, remembered=0)
 #: One page a rank, whose digest is compared before it is read.
 VERIFIED = Setup(pages=1, wants=1, verify=True, hasty=False)
 TWO_BY_TWO = Plan("two rooms of two ranks a side", prefill=2, decode=2, aborts=0, setup=PATIENT, eager=True)
+ONE_BY_ONE = TWO_BY_TWO._replace(prefill=1, decode=1)
 ATTENTION, SENDER = (Consumer.ATTENTION,), (Consumer.SENDER,)
 
 QUICK: tuple[Plan | CachePlan, ...] = (
@@ -54,6 +55,13 @@ DEEP: tuple[Plan | CachePlan, ...] = (
     TWO_BY_TWO._replace(name="two rooms of two ranks a side, abort", aborts=1),
     TWO_BY_TWO._replace(name="two rooms of two ranks a side, crash", crashes=1, restarts=1),
     TWO_BY_TWO._replace(name="two rooms of two ranks a side, write without an end", poisons=1, restarts=1),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, abort and crash", aborts=1, crashes=1, restarts=1),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, abort, fault between ranks", aborts=1, peer_faults=1),
+    TWO_BY_TWO._replace(name="one room of two ranks a side, link struck", rooms=ONE, aborts=1, link_faults=1),
+    ONE_BY_ONE._replace(name="two rooms, abort, link struck", aborts=1, link_faults=1),
+    ONE_BY_ONE._replace(
+        name="two rooms, abort, crash, fault between ranks", aborts=1, crashes=1, restarts=1, peer_faults=1
+    ),
     TWO_BY_TWO._replace(name="a page of two ranks reused", aborts=1, abort_by=("client",), setup=VERIFIED),
     Plan("two readers of one writer", rooms=ONE, decode=2, fan=True, peer_faults=1, setup=PATIENT),
     Plan("two writers of one reader", rooms=ONE, prefill=2, fan=True, peer_faults=1, setup=PATIENT),

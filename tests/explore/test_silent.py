@@ -18,6 +18,11 @@ WORLDS = [
     Plan("one room", rooms=ONE, setup=PATIENT, eager=True),
     Plan("a crash", rooms=ONE, crashes=1, restarts=1, aborts=0, setup=PATIENT, eager=True),
     Plan("early time-outs and no known end", rooms=ONE, poisons=1, setup=Setup(pages=1, wants=1), eager=True),
+    Plan("a fault between ranks", rooms=ONE, peer_faults=1, setup=PATIENT, eager=True),
+    Plan("a crash and a fault between ranks", rooms=ONE, crashes=1, peer_faults=1, setup=ONE_PAGE, eager=True),
+    Plan("a fault on the link", rooms=ONE, link_faults=1, abort_by=("P",), setup=ONE_PAGE, eager=True),
+    Plan("frames of the link wait", link="down", rooms=ONE, abort_by=("P",), setup=ONE_PAGE, eager=True),
+    Plan("a page reused", one_by_one=True, abort_by=("client",), setup=ONE_PAGE, eager=True),
     Plan("two writers", rooms=ONE, prefill=2, fan=True, aborts=0, crashes=1, setup=ONE_PAGE, eager=True),
 ]
 State = tuple[int, ...]
@@ -25,17 +30,19 @@ State = tuple[int, ...]
 
 def hushed(world: Transfer, state: State) -> State:
     draft = _Draft(*world._open(state))
-    world.hush(draft)
+    Transfer.hush(world, draft)
     return world._close(draft)
 
 
-def walked(world: Transfer) -> set[tuple[State, Event, State, bool]]:
+def walked(world: Transfer, wasted: Callable[[State, State], bool]) -> set[tuple[State, Event, State, bool]]:
     steps = set()
     seen = {world.initial()}
     todo = list(seen)
     for state in todo:
         for step in world.steps(state):
             assert step.violation is None
+            if step.action[0] in ("lose", "repeat", "overtake") and wasted(state, step.state):
+                continue
             steps.add((state, step.action, step.state, step.fair))
             if step.state not in seen:
                 seen.add(step.state)
@@ -45,13 +52,19 @@ def walked(world: Transfer) -> set[tuple[State, Event, State, bool]]:
 
 @pytest.mark.parametrize("plan", WORLDS, ids=lambda plan: plan.name)
 def test_a_world_with_eager_frames_is_the_world_without_what_they_change(plan: Plan) -> None:
-    """Every step of the whole world is one of the reduced world between the same states, or none; and the other way."""
+    """Every step of the whole world is one of the reduced world between the same states, or none; and the other way.
+
+    A fault that strikes a frame which says nothing leaves the world as it was, with one fault less: what follows would
+    follow without it too. So such steps are not walked.
+    """
     world = Transfer(plan)
-    reduced = walked(world)
+    quiet: Callable[[State], State] = cache(lambda state: hushed(world, state))
+    reduced = walked(world, lambda at, to: at[:3] == to[:3])
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(world, "hush", lambda draft: None)
-        whole = walked(world)
-    quiet: Callable[[State], State] = cache(lambda state: hushed(world, state))
+        whole = walked(world, lambda at, to: quiet(at)[:3] == quiet(to)[:3])
     same = {(quiet(at), action, quiet(to), fair) for at, action, to, fair in whole}
-    assert {step for step in same if step[0] != step[2]} == reduced
+    changes = {step for step in same if step[0] != step[2]}
+    assert changes <= reduced
+    assert {action[0] for _, action, _, _ in reduced - changes} <= {"overtake"}
     assert len({at for at, *_ in reduced}) < len({at for at, *_ in whole})

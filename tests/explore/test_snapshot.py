@@ -9,7 +9,7 @@ import pytest
 
 from dsv4ctl.controlplane.aborts.inbox import AbortInbox
 from dsv4ctl.controlplane.aborts.log import AbortEntry, AbortLog
-from dsv4ctl.controlplane.explore import snapshot
+from dsv4ctl.controlplane.explore import nodes, snapshot
 from dsv4ctl.controlplane.explore.cache import Cache
 from dsv4ctl.controlplane.explore.nodes import Event, Node, Nodes, Output
 from dsv4ctl.controlplane.explore.search import search
@@ -119,6 +119,13 @@ def test_nodes_with_equal_images_go_on_alike(name: str, monkeypatch: pytest.Monk
     monkeypatch.setattr(Nodes, "step", both)
     assert search(world(PLANS[name]), limit=600).violation is None
     assert compared > 600
+
+
+def test_packed_nodes_go_on_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = search(world(PLANS["crash"]))
+    monkeypatch.setattr(nodes, "LATEST", 3)
+    packed = search(world(PLANS["crash"]))
+    assert (packed.states, packed.transitions, packed.ended) == (kept.states, kept.transitions, kept.ended)
 
 
 def _walked(plan: str, seen_as: set[str]) -> tuple[Any, list[tuple[Any, Event, Any]]]:
