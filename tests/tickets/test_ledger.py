@@ -214,6 +214,13 @@ def test_a_page_is_free_only_after_its_last_reader_and_its_load(ledger: Ledger) 
     assert ledger.available("full") == 8
 
 
+def test_a_page_of_a_new_owner_holds_nothing_of_the_one_before(ledger: Ledger) -> None:
+    ledger.free("full", filled(ledger).pages)
+    every = owned(ledger, 8)
+    for page in every.pages:
+        refused(ledger, lambda p=page: ledger.request(READER, [ledger.extent("full", [p])]), "not every asked")  # type: ignore[misc]
+
+
 def test_a_page_is_free_only_after_its_load_even_if_nobody_reads(ledger: Ledger) -> None:
     load, extent = loading(ledger)
     assert ledger.free("full", extent.pages) == 0
