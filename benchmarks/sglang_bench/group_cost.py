@@ -17,7 +17,8 @@ async def costs(bench: Bench) -> None:
     bare = bench.deployment("cost-bare", 22390, *plan.pair("cost-bare", 22300, gpu, fake=fake, hicache=False))
     bf16 = bench.deployment("cost-bf16", 22490, *plan.pair("cost-bf16", 22400, gpu, fake=fake, index_k="bf16"))
     off = plan.pair("cost-off", 22210, gpu, fake=fake)
-    await bench.ready(on, bare, bf16, *[bench.server(shape) for shape in off])
+    if not await bench.ready(on, bare, bf16, *[bench.server(shape) for shape in off]):
+        return
     plain = stock_pair(bench, *off)
     hooked = Client(bench.http, on.url)
     others = {"hicache_off": Client(bench.http, bare.url), "bf16": Client(bench.http, bf16.url)}

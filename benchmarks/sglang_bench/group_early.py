@@ -20,7 +20,8 @@ async def early(bench: Bench) -> None:
     off = plan.early_pair("early-off", 20310, out / "es-off", gpu, fake=fake)
     shapes = plan.early_pair("early-on", 20320, out / "es-on", gpu, fake=fake)
     on = bench.deployment("early-on", 20390, *shapes, unsafe=True)
-    await bench.ready(on, *[bench.server(shape) for shape in off])
+    if not await bench.ready(on, *[bench.server(shape) for shape in off]):
+        return
     copies = bench.copies(out, gpu)
     plain = stock_pair(bench, *off)
     stock, hooked = Arm("hooks_off", plain, out / "es-off"), Arm("hooks_on", Client(bench.http, on.url), out / "es-on")

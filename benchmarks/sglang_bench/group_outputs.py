@@ -22,7 +22,8 @@ async def outputs(bench: Bench) -> None:
     bf16 = bench.deployment("bf16-sessions", 20890, *plan.pair("bf16", 20800, gpu, fake=fake, index_k="bf16"))
     bf16_single = plan.single("bf16-single", 20700, gpu, fake=fake, index_k="bf16")
     bf16_oracle = bench.deployment("bf16-sessions-oracle", 20790, bf16_single)
-    await bench.ready(oracle, on, bf16, bf16_oracle, *[bench.server(shape) for shape in off])
+    if not await bench.ready(oracle, on, bf16, bf16_oracle, *[bench.server(shape) for shape in off]):
+        return
     right, asked, plain = Oracle(bench.http, oracle.shape.url), Client(bench.http, on.url), stock_pair(bench, *off)
     group = _Group(
         bench,

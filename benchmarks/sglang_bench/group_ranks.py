@@ -31,7 +31,8 @@ async def several(bench: Bench, count: int) -> None:
     on = bench.deployment("tp-on", 21290, *shapes["on"])
     bf16 = bench.deployment("tp-bf16", 21390, *shapes["bf16"])
     bf16_oracle = bench.deployment("tp-bf16-oracle", 21490, single)
-    await bench.ready(oracle, on, bf16, bf16_oracle, *[bench.server(shape) for shape in shapes["off"]])
+    if not await bench.ready(oracle, on, bf16, bf16_oracle, *[bench.server(shape) for shape in shapes["off"]]):
+        return
     right, plain = Oracle(bench.http, oracle.shape.url), stock_pair(bench, *shapes["off"])
     right_bf16 = Oracle(bench.http, bf16_oracle.url)
     asked = {"on": Client(bench.http, on.url), "bf16": Client(bench.http, bf16.url), "off": plain}

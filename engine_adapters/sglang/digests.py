@@ -6,17 +6,17 @@ is one (pool, layer) of everything that a room is sent by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
 import torch
 
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
-from dsv4ctl.engine_adapters.sglang.loads import Event
+from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
 from dsv4ctl.kernels import ops
 from dsv4ctl.kernels.buffers import PageBuffers
 from dsv4ctl.kernels.digest import Digests
@@ -68,17 +68,32 @@ class Expected(NamedTuple):
 class _Space:
     """The buffers of one space. `sealed[b, p]` is what buffer b of page p has to be, `on_host` the same on the host."""
 
-    def __init__(self, group: Group, pages: int, host_pages: int) -> None:
+    sealed: torch.Tensor
+
+    def __init__(self, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
         self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
         self._pools = [PageBuffers(buffers) for _, buffers in group.values()]
         self.device = self._pools[0].device
-        self.sealed = torch.zeros((len(self.names), pages), dtype=torch.int64, device=self.device)
+        self.shape = (len(self.names), pages)
+        self.page_tokens = page_tokens
         self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
         self.compute(torch.zeros(1, dtype=torch.int64, device=self.device))  # compiled now, not under a request
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
         return torch.cat([ops.digest_buffers(pool, pages) for pool in self._pools])
+
+    def numbers(self, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
+        """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
+        for indices in firsts:
+            if indices.is_cuda:
+                indices.record_stream(torch.cuda.current_stream(self.device))
+        return (torch.cat([*firsts]) // self.page_tokens).to(self.device, torch.int64, non_blocking=True)
+
+    def places(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
+        """Where `sealed` has what these pages are, flat: [buffers, n]."""
+        buffers = np.arange(self.shape[0], dtype=np.int64)[:, None] * self.shape[1]
+        return (buffers + np.asarray(pages, dtype=np.int64)).reshape(-1)
 
 
 _Reading = Callable[[_Space, torch.Tensor], torch.Tensor]
@@ -88,20 +103,21 @@ class PageDigests:
     """`host_pages`: of each space that has any."""
 
     def __init__(self, pools: Pools, host_pages: Mapping[str, int]) -> None:
-        self._page_tokens = {"full": pools.page_tokens, "swa": pools.window_page_tokens}
+        self._page_tokens = {"full": pools.page_tokens, "swa": pools.window_page_tokens, "state": 1}
         self._to_window = pools.to_window
         self.spaces = {
-            space: _Space(group, pools.pages(space), host_pages.get(space, 0))
+            space: _Space(group, pools.pages(space), host_pages.get(space, 0), self._page_tokens[space])
             for space, group in pools.groups.items()
             if group
         }
         self._device = self.spaces["full"].device
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-
-    def pages(self, space: str, indices: torch.Tensor) -> torch.Tensor:
-        """Page numbers, on the device, of token indices that begin with a page."""
-        pages = indices[:: self._page_tokens[space]] // self._page_tokens[space]
-        return pages.to(self._device, torch.int64, non_blocking=True)
+        sizes = [space.shape[0] * space.shape[1] for space in self.spaces.values()]
+        #: What is sealed in every space, one after another.
+        self._sealed = torch.zeros(sum(sizes), dtype=torch.int64, device=self._device)
+        for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
+            space.sealed = sealed.view(space.shape)
+        self._backups: list[Pages] = []  #: whose digests are not noted yet
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
@@ -121,12 +137,23 @@ class PageDigests:
         return [found.part(np.concatenate(part)) for part in parts]
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
-        """Starts to read what these pages were when they were sealed: the forward that wrote them has ended."""
-        return self._fetch(pages, lambda space, numbers: space.sealed[:, numbers])
+        """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.
+
+        [buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it.
+        """
+        places, base = [], 0
+        for name, space in self.spaces.items():
+            places.append(base + space.places(pages.get(name, ())))
+            base += space.sealed.numel()
+        with self._beside_forward():
+            at = torch.from_numpy(np.concatenate(places)).to(self._device, non_blocking=True)
+            return fetch(self._sealed[at])
+
+    def _beside_forward(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
     def _fetch(self, pages: Mapping[str, Sequence[int]], read: _Reading) -> Fetched:
-        """[buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it."""
-        with nullcontext() if self._beside is None else torch.cuda.stream(self._beside):
+        with self._beside_forward():
             found = [
                 read(space, torch.tensor(pages.get(name, ()), dtype=torch.int64).to(self._device, non_blocking=True))
                 for name, space in self.spaces.items()
@@ -140,6 +167,7 @@ class PageDigests:
 
         `slots`: each request's own page, if it has one. A page is sealed anew with every part of it.
         """
+        self._note_backups()
         firsts = torch.tensor(_firsts(prefixes, lengths, self._page_tokens["full"]), dtype=torch.int64)
         tokens = locations[firsts.to(locations.device, non_blocking=True)]
         self._seal("full", tokens // self._page_tokens["full"])
@@ -154,14 +182,36 @@ class PageDigests:
             pages = pages.to(torch.int64)
             space.sealed[:, pages] = space.compute(pages)
 
-    def backed_up(self, space: str, device: torch.Tensor, host: torch.Tensor) -> None:
-        self.spaces[space].on_host[:, host] = self.spaces[space].sealed[:, device]
+    def backed_up(self, copies: Iterable[Pages]) -> None:
+        """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""
+        self._backups += copies
 
-    def loaded(self, space: str, host: torch.Tensor, device: torch.Tensor) -> Expected:
-        """What the pages will have to be once the load is in place, a copy."""
-        values = self.spaces[space].on_host[:, host]
-        self.spaces[space].sealed[:, device] = values
-        return Expected(space, device, values)
+    def _note_backups(self) -> None:
+        """On the stream of the forwards, before what is sealed changes."""
+        backups, self._backups = self._backups, []
+        for copies in [backups] if _fill_apart(backups) else [[copy] for copy in backups]:
+            for name, (device, host) in self._joined(copies).items():
+                space = self.spaces[name]
+                space.on_host[:, host] = space.sealed[:, device]
+
+    def loaded(self, copies: Sequence[Pages]) -> list[Expected]:
+        """What the pages will have to be once these loads are in place, copies. On the stream of the forwards."""
+        self._note_backups()
+        expected = []
+        for name, (device, host) in self._joined(copies).items():
+            space = self.spaces[name]
+            values = space.on_host[:, host]
+            space.sealed[:, device] = values
+            expected.append(Expected(name, device, values))
+        return expected
+
+    def _joined(self, copies: Sequence[Pages]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
+        """Page numbers of all of them on the device, (device, host) by space."""
+        return {
+            name: (space.numbers([device for device, _ in found]), space.numbers([host for _, host in found]))
+            for name, space in self.spaces.items()
+            if (found := [copy.firsts[name] for copy in copies if name in copy.firsts])
+        }
 
     def differences(self, expected: Sequence[Expected]) -> torch.Tensor:
         """How many of the pages' buffers are not as expected: int64 [1]."""
@@ -177,6 +227,18 @@ class PageDigests:
             for page in range(pages.get(name, 0))
         ]
         return [places[at] for at in np.flatnonzero(found != sealed)]
+
+
+def _fill_apart(backups: Sequence[Pages]) -> bool:
+    """Whether no host page is known to be filled twice: of two values for one place, the device keeps either."""
+    for space in {name for copy in backups for name in copy.firsts} if len(backups) > 1 else ():
+        hosts = [copy.firsts[space][1] for copy in backups if space in copy.firsts]
+        if any(host.is_cuda for host in hosts):
+            return False
+        firsts = [first for host in hosts for first in host.tolist()]
+        if len(set(firsts)) < len(firsts):
+            return False
+    return True
 
 
 def _firsts(prefixes: Sequence[int], lengths: Sequence[int], page_tokens: int) -> list[int]:

@@ -8,8 +8,9 @@ No call waits for the device, nor for page numbers that are on their way to the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 from typing import Any, Protocol
 
 import torch
@@ -35,27 +36,51 @@ class Check(Protocol):
         """[differences]"""
 
 
-class PageNumbers:
-    """Page numbers of token indices, read without stopping the stream that computes them."""
+class Pages:
+    """The pages of one copy, by space: those on the device, and those on the host.
 
-    def __init__(self, indices: torch.Tensor, page_tokens: int) -> None:
-        pages = indices[::page_tokens] // page_tokens
+    `sides`: token indices that begin with a page, device and host, of each space. What lies on the device is read in
+    one transfer, without stopping the stream that computes it. A scheduler gives up its interpreter with each call of
+    torch, and gets it back when the transfer threads let it: few calls, whatever the number of spaces.
+    """
+
+    def __init__(self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int]) -> None:
+        firsts = {
+            space: (device[:: page_tokens[space]], host[:: page_tokens[space]])
+            for space, (device, host) in sides.items()
+        }
+        self._page_tokens = page_tokens
         self._event: Event | None = None
-        if pages.device.type == "cuda":
-            host = torch.empty(pages.shape, dtype=pages.dtype, pin_memory=True)
-            host.copy_(pages, non_blocking=True)
+        afar = [side for both in firsts.values() for side in both if side.is_cuda]
+        if afar:
+            numbers = torch.cat(afar)
+            self._fetched = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
+            self._fetched.copy_(numbers, non_blocking=True)
             self._event = torch.cuda.Event()
             self._event.record()
-            pages = host
-        self._pages = pages
+            parts = iter(numbers.split([len(side) for side in afar]))
+            firsts = {
+                space: (next(parts) if device.is_cuda else device, next(parts) if host.is_cuda else host)
+                for space, (device, host) in firsts.items()
+            }
+        self.firsts = firsts  #: first tokens of the pages, device and host, by space
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
 
-    def get(self) -> tuple[int, ...]:
+    def get(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
+        """Page numbers (device, host) by space. Waits for them."""
         if self._event is not None:
             self._event.synchronize()
-        return tuple(self._pages.tolist())
+        fetched = iter(() if self._event is None else self._fetched.tolist())
+        return {
+            space: (self._numbers(device, space, fetched), self._numbers(host, space, fetched))
+            for space, (device, host) in self.firsts.items()
+        }
+
+    def _numbers(self, firsts: torch.Tensor, space: str, fetched: Iterator[int]) -> tuple[int, ...]:
+        values = islice(fetched, len(firsts)) if firsts.is_cuda else firsts.tolist()
+        return tuple(first // self._page_tokens[space] for first in values)
 
 
 @dataclass(eq=False)
@@ -63,8 +88,7 @@ class Copy:
     """One copy. `events[i]` fires when layer i is in place; empty: not launched yet. Spaces are device spaces."""
 
     kind: LoadKind
-    device: Mapping[str, PageNumbers]
-    host: Mapping[str, PageNumbers]
+    pages: Pages
     operation: Any = None  #: SGLang's own record of it
     events: Sequence[Event] = ()
     load: Load | None = None
@@ -74,10 +98,6 @@ class Copy:
     @property
     def finish(self) -> Event | None:
         return self.events[-1] if self.events else None
-
-    @property
-    def known(self) -> bool:
-        return all(pages.ready() for pages in (*self.device.values(), *self.host.values()))
 
 
 class Copies:
@@ -141,7 +161,7 @@ class Copies:
 
     def _ended(self, copy: Copy) -> bool:
         if not copy.leased:
-            if not copy.known:
+            if not copy.pages.ready():
                 return False
             self._lease(copy)
         self._land(copy)
@@ -149,8 +169,9 @@ class Copies:
 
     def _lease(self, copy: Copy) -> None:
         copy.leased = True
-        device = [self._gate.extent(space, pages.get()) for space, pages in copy.device.items()]
-        host = [self._gate.extent(HOST + space, pages.get()) for space, pages in copy.host.items()]
+        pages = copy.pages.get()
+        device = [self._gate.extent(space, numbers) for space, (numbers, _) in pages.items()]
+        host = [self._gate.extent(HOST + space, numbers) for space, (_, numbers) in pages.items()]
         loads = copy.kind is LoadKind.HICACHE
         reads, fills = (host, device) if loads else (device, host)
         consumer = Consumer.LOAD if loads else Consumer.BACKUP

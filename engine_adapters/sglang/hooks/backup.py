@@ -6,7 +6,7 @@ from typing import Any
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.hooks.loads import behind_forward, copy_of, indices_of, stream_of
+from dsv4ctl.engine_adapters.sglang.hooks.loads import copy_of, stream_of
 
 
 def start_writing(stock: Any, controller: Any) -> Any:
@@ -16,11 +16,7 @@ def start_writing(stock: Any, controller: Any) -> Any:
     here.copies.settle()
     copies = [copy_of(here, LoadKind.BACKUP, operation) for operation in controller.write_queue]
     if here.digests is not None:
-        for operation in controller.write_queue:
-            for space, indices in indices_of(operation).items():
-                device, host = (here.digests.pages(space, side) for side in indices)
-                with behind_forward(here, host, device):
-                    here.digests.backed_up(space, device, host)
+        here.digests.backed_up([copy.pages for copy in copies])
     if here.gate.guarded(Guard.BACKUP):
         stream = stream_of(controller, LoadKind.BACKUP)
         stream.wait_stream(here.scheduler.forward_stream)

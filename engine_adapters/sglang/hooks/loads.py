@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -11,8 +11,8 @@ from sglang.srt.managers import cache_controller
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import Expected, PageDigests, fetch
-from dsv4ctl.engine_adapters.sglang.loads import Copy, PageNumbers
+from dsv4ctl.engine_adapters.sglang.digests import fetch
+from dsv4ctl.engine_adapters.sglang.loads import Copy, Pages
 
 
 def indices_of(operation: Any) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]]:
@@ -35,10 +35,7 @@ def indices_of(operation: Any) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]
 
 def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
     tokens = {"full": here.pools.page_tokens, "swa": here.pools.window_page_tokens}
-    found = indices_of(operation)
-    device = {space: PageNumbers(indices, tokens[space]) for space, (indices, _) in found.items()}
-    host = {space: PageNumbers(indices, tokens[space]) for space, (_, indices) in found.items()}
-    return Copy(kind, device, host, operation=operation)
+    return Copy(kind, Pages(indices_of(operation), tokens), operation=operation)
 
 
 def stream_of(controller: Any, kind: LoadKind) -> Any:
@@ -50,19 +47,13 @@ def stream_of(controller: Any, kind: LoadKind) -> Any:
 
 
 @contextmanager
-def behind_forward(here: rank.Rank, *read: torch.Tensor) -> Iterator[None]:
-    """Digests are noted on the forward's stream, which seals them: no other is behind the one that runs.
-
-    `read` are tensors of the current stream that are read there. Without overlap that is the forward's.
-    """
+def behind_forward(here: rank.Rank) -> Iterator[None]:
+    """Digests are noted on the forward's stream, which seals them: no other is behind the one that runs."""
     if not here.scheduler.enable_overlap:
         yield
         return
     stream = here.scheduler.forward_stream
     stream.wait_stream(cache_controller.device_module.current_stream())
-    for tensor in read:
-        if tensor.is_cuda:
-            tensor.record_stream(stream)
     with cache_controller.device_module.stream(stream):
         yield
 
@@ -89,7 +80,11 @@ def start_loading(stock: Any, controller: Any) -> Any:
         promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
         here.copies.promised(promised)
         copies += promised
-    noted = [] if here.digests is None else _expected(here, here.digests, controller.load_queue)
+    noted = []
+    queued = {id(op) for op in controller.load_queue}
+    if here.digests is not None:
+        with behind_forward(here):
+            noted = here.digests.loaded([copy.pages for copy in copies if id(copy.operation) in queued])
     # A reclaimed page may still be written by the forward that runs.
     stream = stream_of(controller, LoadKind.HICACHE)
     stream.wait_stream(here.scheduler.forward_stream)
@@ -106,20 +101,6 @@ def start_loading(stock: Any, controller: Any) -> Any:
             controller.ack_load_queue[-1].finish_event.record()
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)
     return producer
-
-
-def _expected(here: rank.Rank, digests: PageDigests, operations: Sequence[Any]) -> list[Expected]:
-    """The device pages of these loads, and what each will have to be.
-
-    What is sealed may be something else by the time of the comparison: it is the forward's stream that changes it.
-    """
-    expected = []
-    for operation in operations:
-        for space, indices in indices_of(operation).items():
-            device, host = (digests.pages(space, side) for side in indices)
-            with behind_forward(here, host, device):
-                expected.append(digests.loaded(space, host, device))
-    return expected
 
 
 def update_producer(stock: Any, counter: Any) -> Any:

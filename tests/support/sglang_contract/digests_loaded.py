@@ -33,20 +33,50 @@ def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
     assert RoomState.ABORTING in made.states(key)
 
 
+def _noted_on(made: World) -> list[Any]:
+    """The streams on which digests of copies will have been noted."""
+    streams: list[Any] = []
+    joined = made.rank.digests._joined
+    made.rank.digests._joined = lambda copies: streams.append(made.device.current) or joined(copies)
+    return streams
+
+
 @alone
 def digests_are_noted_behind_the_forward(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.compute(10, 11)
-    streams: list[Any] = []
-    digests = made.rank.digests
-    for name in ("backed_up", "loaded"):
-        noted = getattr(digests, name)
-        setattr(digests, name, lambda *given, noted=noted: streams.append(made.device.current) or noted(*given))
+    streams = _noted_on(made)
     for host, device in enumerate((10, 11)):
         made.back_up(device, host)
     made.load_back()
     made.controller.start_loading()
-    assert streams == [made.scheduler.forward_stream] * 3
+    assert streams == [made.scheduler.forward_stream] * 2
+
+
+@alone
+def digests_of_a_backup_are_noted_before_its_pages_are_sealed_anew(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.compute(10, 11)
+    before = made.rank.digests.spaces["full"].sealed[:, [10, 11]].clone()
+    for host, device in enumerate((10, 11)):
+        made.back_up(device, host)
+    made.compute(10, 11)
+    assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == before.tolist()
+    assert made.rank.digests.spaces["full"].sealed[:, [10, 11]].tolist() != before.tolist()
+
+
+@alone
+def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.compute(10, 11)
+    sealed = made.rank.digests.spaces["full"].sealed.clone()
+    for device, host in ((10, 0), (11, 0), (10, 1)):
+        made.back_up(device, host)
+    joined, together = made.rank.digests._joined, []
+    made.rank.digests._joined = lambda copies: together.append(len(copies)) or joined(copies)
+    made.compute(12)
+    assert together == [1, 1, 1]
+    assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()
 
 
 def _cached() -> World:
@@ -118,10 +148,9 @@ def page_that_a_decoded_token_fills_is_sealed(_: bool) -> None:
 def without_overlap_digests_are_noted_where_forwards_run(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.scheduler.enable_overlap = False
-    streams: list[Any] = []
-    noted = made.rank.digests.backed_up
-    made.rank.digests.backed_up = lambda *given: streams.append(made.device.current) or noted(*given)
+    streams = _noted_on(made)
     made.back_up(10, 0)
+    made.compute(11)
     assert streams == [made.device.streams[0]]
 
 

@@ -111,7 +111,7 @@ def chunk_that_waits_keeps_only_its_own_room_waiting(_: bool) -> None:
 @alone
 def chunk_waits_for_what_it_cannot_know_and_the_worker_does_not(_: bool) -> None:
     made = world(Role.PREFILL, True)
-    load = Copy(LoadKind.HICACHE, {"full": _Unknown()}, {"full": _Unknown()})
+    load = Copy(LoadKind.HICACHE, _Unknown())
     made.rank.copies.promised([load])
     made.open()
     queue = Queue()
@@ -175,7 +175,7 @@ class _Unknown:
 @alone
 def sender_does_not_wait_for_backups(_: bool) -> None:
     made = world(Role.PREFILL, True)
-    made.rank.copies.promised([Copy(LoadKind.BACKUP, {"full": _Unknown()}, {"full": _Unknown()})])
+    made.rank.copies.promised([Copy(LoadKind.BACKUP, _Unknown())])
     made.open()
     assert sender.Chunks(Queue(chunk(7, 6)), Manager(), made.rank).get() is not None
 
