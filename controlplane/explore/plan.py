@@ -62,9 +62,9 @@ class Env(NamedTuple):
     submitted: tuple[tuple[str, RoomKey], ...] = ()
 
 
-def capped(plan: Plan, env: Env) -> Env:
+def capped(env: Env, plan: Plan, at_most: int) -> Env:
     """Nothing more may strike once as much has struck as may altogether: what is left of each kind says nothing."""
-    if plan.at_most is None or sum(getattr(plan, kind) - getattr(env, kind) for kind in STRIKES) < plan.at_most:
+    if sum(getattr(plan, kind) - getattr(env, kind) for kind in STRIKES) < at_most:
         return env
     return env._replace(aborts=0, link_faults=0, peer_faults=0, breaks=0, crashes=0, poisons=0)
 
@@ -96,15 +96,16 @@ class Layout:
                 if plan.fan or p - 1 == d - 1 - plan.prefill:
                     self.lines += [("peer", p, d), ("peer", d, p), ("note", p, d)]
         self.line = {line: at for at, line in enumerate(self.lines)}
+        self._sides = {rank: at for at, side in enumerate(SIDES) for rank in self.of_side[side]}
         self._names: dict[tuple[int, int], str] = {}
 
     def side(self, rank: int) -> int:
         """0: prefill, 1: decode."""
-        return 0 if rank in self.of_side["P"] else 1
+        return self._sides[rank]
 
     def name(self, rank: int, epochs: tuple[int, int]) -> str:
         """The incarnation: side, number, epoch."""
-        side = self.side(rank)
+        side = self._sides[rank]
         epoch = epochs[side]
         found = self._names.get((rank, epoch))
         if found is None:

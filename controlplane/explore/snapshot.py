@@ -11,6 +11,7 @@ from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
 from enum import Enum
+from functools import cache
 from typing import Any
 
 import msgspec
@@ -65,6 +66,11 @@ def _items(thing: Any) -> list[tuple[str, Any]]:
     return [(slot, getattr(thing, slot)) for slot in slots] if slots else list(thing.__dict__.items())
 
 
+@cache
+def _seen(kind: type, skip: frozenset[str]) -> tuple[str, ...]:
+    return tuple(name for name in fields_of(kind) if name not in skip)
+
+
 class _Image:
     """One traversal: an object met again is named by the number it got first."""
 
@@ -97,9 +103,9 @@ class _Image:
             return ("#", number)
         self._numbers[id(thing)] = len(self._numbers)
         parts: list[Any] = [type(thing).__name__]
-        for name, value in _items(thing):
-            if name not in self._skip:
-                parts.append(value if type(value) in _PLAIN else self._field(name, value))
+        for name in _seen(thing.__class__, self._skip) or [name for name in thing.__dict__ if name not in self._skip]:
+            value = getattr(thing, name)
+            parts.append(value if type(value) in _PLAIN else self._field(name, value))
         return tuple(parts)
 
     def _field(self, name: str, value: Any) -> Any:

@@ -126,7 +126,8 @@ class Transfer:
                 self.hush(draft)
         except Violation as violation:
             return Step(action, fair, None, violation)
-        draft.env = capped(self.plan, draft.env)
+        if self.plan.at_most is not None:
+            draft.env = capped(draft.env, self.plan, self.plan.at_most)
         after = self._close(draft)
         return None if after == state else Step(action, fair, after)
 
@@ -287,11 +288,12 @@ class Transfer:
     def _send(self, draft: _Draft, node: int, event: Event) -> None:
         """The event at the node, then whatever follows from it at once."""
         todo = deque([(node, event)])
+        nodes, step = draft.nodes, self.nodes.step
         while todo:
             at, event = todo.popleft()
-            if draft.nodes[at] < 0:
+            if nodes[at] < 0:
                 continue
-            draft.nodes[at], sent = self.nodes.step(draft.nodes[at], event)
+            nodes[at], sent = step(nodes[at], event)
             for output in sent:
                 todo.extend(self._dispatch(draft, at, output))
 
