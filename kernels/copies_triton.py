@@ -12,7 +12,9 @@ import triton.language as tl
 
 from dsv4ctl.kernels.copies import check_pools
 
-_PROGRAMS = 32
+# Of a load, which runs beside a forward that needs the multiprocessors; of a backup, spread thin over all of them.
+_LOAD_PROGRAMS, _LOAD_WARPS = 32, 8
+_BACKUP_PROGRAMS, _BACKUP_WARPS = 128, 4
 
 
 # Every number of pages and every layer by one compiled kernel: a variant would be compiled while somebody waits.
@@ -47,6 +49,7 @@ def _launch(
     layers: tuple[int, int],
     released: tuple[torch.Tensor, torch.Tensor, torch.Tensor, int] | None,
     programs: int,
+    warps: int,
 ) -> None:
     count, page_words = pages[0].shape[0], source.shape[2] // 4
     items = count * (layers[1] - layers[0])
@@ -57,7 +60,7 @@ def _launch(
     _copy[(min(programs, items),)](
         source.view(torch.int32), target.view(torch.int32), *pages, words, groups, generations, stride,
         *(stride // 4 for stride in strides), layers[0], count, items, page_words=page_words, block=block,
-        release=released is not None, num_warps=8,
+        release=released is not None, num_warps=warps,
     )  # fmt: skip
 
 
@@ -69,14 +72,14 @@ def load_triton(
     first: int,
     end: int,
     release: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    programs: int = _PROGRAMS,
+    programs: int = _LOAD_PROGRAMS,
 ) -> None:
     """As `copies.load_reference`; page lists on the device. release: (words int64 [layers, groups], the group int32
     [n] and generation int64 [n] of each page; one page a group)."""
     check_pools(host, device, host_pages, device_pages, first, end)
     strides = host.stride(0), host.stride(1), device.stride(1), device.stride(0)
     released = None if release is None else (*release, release[0].stride(0))
-    _launch(host, device, (host_pages, device_pages), strides, (first, end), released, programs)
+    _launch(host, device, (host_pages, device_pages), strides, (first, end), released, programs, _LOAD_WARPS)
 
 
 def backup_triton(
@@ -86,9 +89,9 @@ def backup_triton(
     device_pages: torch.Tensor,
     first: int,
     end: int,
-    programs: int = _PROGRAMS,
+    programs: int = _BACKUP_PROGRAMS,
 ) -> None:
     """As `copies.backup_reference`; page lists on the device."""
     check_pools(host, device, host_pages, device_pages, first, end)
     strides = device.stride(1), device.stride(0), host.stride(0), host.stride(1)
-    _launch(device, host, (device_pages, host_pages), strides, (first, end), None, programs)
+    _launch(device, host, (device_pages, host_pages), strides, (first, end), None, programs, _BACKUP_WARPS)

@@ -78,7 +78,7 @@ def default_shape(words: int, items: int) -> Shape:
     if words <= 2048:
         block = triton.next_power_of_2(words)
         return Shape(block, 1, 16, 2 if words == block and words > 1024 else 1)
-    return Shape(256, 5, 16, 2) if items >= 8192 else Shape(2048, 1, 8, 8)
+    return Shape(256, 5, 16, 2) if items >= 1024 else Shape(2048, 1, 8, 8)
 
 
 def digest_pages_triton(

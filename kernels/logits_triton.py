@@ -24,7 +24,7 @@ from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 
 @dataclass(frozen=True)
 class Shape:
-    """Launch shape: keys a step, steps a work item, warps, pipeline stages, most registers a thread."""
+    """Launch shape: keys a step, most steps a work item, warps, pipeline stages, most registers a thread."""
 
     block: int
     steps: int
@@ -36,6 +36,8 @@ class Shape:
 #: Differ from launch to launch: a variant for each of their values' properties would be compiled while a batch waits.
 VARYING = ("table_stride", "query_blocks", "columns")
 UNALIGNED = ("first_ptr", "count_ptr", "sequence_ptr", "words_ptr")
+ROUNDS = tl.constexpr(20)  #: prefill items a program, so that what a load brings last is shared by many
+LEAST_RUN = tl.constexpr(8)  #: steps of a prefill item, so that its queries are worth reading
 LEAST_WIDTH = 64  #: query blocks up to here are one variant of `_decode`
 
 
@@ -45,6 +47,19 @@ def _block(query_block, first_ptr, count_ptr, sequence_ptr, rows: tl.constexpr, 
     if regular:
         return query_block * rows, rows, query_block
     return tl.load(first_ptr + query_block), tl.load(count_ptr + query_block), tl.load(sequence_ptr + query_block)
+
+
+@triton.jit
+def _page(table, logical, last, lane, page_keys: tl.constexpr, block: tl.constexpr):
+    """The page of each key of a step that begins with logical page `logical`; no page after `last` is looked up.
+
+    Scalar lookups: as a tensor they would take a stage of the pipeline, and halve the keys in flight.
+    """
+    page = tl.load(table + tl.minimum(logical, last)).to(tl.int64)
+    if block > page_keys:
+        second = tl.load(table + tl.minimum(logical + 1, last)).to(tl.int64)
+        page = tl.where(lane < page_keys, page, second)
+    return page
 
 
 @triton.jit
@@ -83,21 +98,24 @@ def _run(
     lane = tl.arange(0, block)
     line = lane % page_keys
     last_page = (end - 1) // page_keys
+    scale = tl.zeros((block,), tl.float32)
+    if fp8:
+        page = _page(table, start // page_keys, last_page, lane, page_keys, block)
+        scale = tl.load(scales_ptr + page * scale_stride + page_keys * dim // 4 + line)
     for at in range(start, stop, block):
-        # Scalar lookups: as a tensor they would take a stage of the pipeline, and halve the keys in flight.
-        page = tl.load(table + at // page_keys).to(tl.int64)
-        if block > page_keys:
-            second = tl.load(table + tl.minimum(at // page_keys + 1, last_page)).to(tl.int64)
-            page = tl.where(lane < page_keys, page, second)
+        page = _page(table, at // page_keys, last_page, lane, page_keys, block)
         k = tl.load(keys_ptr + (page * page_stride + line * dim)[:, None] + d[None, :])
         if k.dtype != q.dtype:
             k = k.to(q.dtype)
         dots = tl.maximum(tl.dot(k, q, out_dtype=tl.float32), 0.0) * weights[None, :]
         sums = tl.sum(tl.reshape(dots, (block, rows, heads)), axis=2)
         if fp8:
-            sums *= tl.load(scales_ptr + page * scale_stride + page_keys * dim // 4 + line)[:, None]
+            sums *= scale[:, None]
         key = at + lane
         tl.store(outs[None, :] + key[:, None], sums, mask=key[:, None] < lengths[None, :])
+        if fp8:  # a step ahead, as the keys are
+            page = _page(table, (at + block) // page_keys, last_page, lane, page_keys, block)
+            scale = tl.load(scales_ptr + page * scale_stride + page_keys * dim // 4 + line)
     if tickets:
         nothing = tl.full((block, rows), float("nan"), tl.float32)
         for at in range(stop, end, block):
@@ -149,14 +167,17 @@ def _prefill(
     page_keys: tl.constexpr, page_stride: tl.constexpr, scale_stride: tl.constexpr, block: tl.constexpr,
     run_pages: tl.constexpr, fp8: tl.constexpr, regular: tl.constexpr, tickets: tl.constexpr, gpu: tl.constexpr,
 ):  # fmt: skip
-    """Work items (run of `steps` steps, query block), in the order in which a load brings the pages."""
-    runs = tl.cdiv(columns, steps * block)
+    """Work items (run of LEAST_RUN to `steps` steps, query block), in the order in which a load brings the pages."""
+    total = tl.cdiv(columns, block)
+    share = tl.cdiv(total * query_blocks, tl.num_programs(0) * ROUNDS)
+    run = tl.minimum(tl.maximum(share, LEAST_RUN), steps)
+    runs = tl.cdiv(total, run)
     for item in range(tl.program_id(0), runs * query_blocks, tl.num_programs(0)):
         query_block = item % query_blocks
         first, count, _ = _block(query_block, first_ptr, count_ptr, sequence_ptr, rows, regular)
         length = tl.load(lengths_ptr + first + count - 1)
-        start = item // query_blocks * (steps * block)
-        end = tl.minimum(start + steps * block, length)
+        start = item // query_blocks * (run * block)
+        end = tl.minimum(start + run * block, length)
         if start < length:
             _run(
                 q_ptr, weights_ptr, keys_ptr, scales_ptr, table_ptr, lengths_ptr, first_ptr, count_ptr, sequence_ptr,
@@ -172,7 +193,7 @@ SHAPES = {
     (False, 2): Shape(block=128, steps=32, warps=8, stages=3, registers=128),
     (False, 4): Shape(block=64, steps=64, warps=8, stages=3, registers=128),
     (True, 1): Shape(block=128, steps=32, warps=4, stages=2, registers=128),
-    (True, 2): Shape(block=64, steps=64, warps=4, stages=3, registers=128),
+    (True, 2): Shape(block=64, steps=64, warps=4, stages=2, registers=128),
     (True, 4): Shape(block=64, steps=64, warps=8, stages=3, registers=128),
 }
 

@@ -1,9 +1,9 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Acquire and release of readiness words on the device.
 
-The acquire is an atomic read (add of 0) at system scope: whoever sees the generation a loader released sees the
-page's bytes too, be it a copy engine's, another kernel's or the host's. The wait comes before a loop over pages,
-never inside it: a software-pipelined loop issues its loads an iteration early, ahead of a wait in its body.
+The acquire is a load at system scope (Triton has none, hence the assembly): whoever sees the generation a loader
+released sees the page's bytes too, be it a copy engine's, another kernel's or the host's. The wait comes before a loop
+over pages, never inside it: a software-pipelined loop issues its loads an iteration early, ahead of a wait in its body.
 """
 
 from __future__ import annotations
@@ -17,6 +17,17 @@ from dsv4ctl.kernels.tickets import Tickets
 
 
 @triton.jit
+def _seen(words, mask, gpu: tl.constexpr):
+    """The words where `mask`, acquired at system scope; Triton's interpreter knows atomics only."""
+    if gpu:
+        return tl.inline_asm_elementwise(
+            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @!p mov.b64 $0, 0; @p ld.acquire.sys.global.b64 $0, [$1]; }",
+            "=l,l,r", [words.to(tl.int64), mask.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
+        )  # fmt: skip
+    return tl.atomic_add(words, tl.zeros_like(mask).to(tl.int64), mask=mask, sem="acquire", scope="sys")
+
+
+@triton.jit
 def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected, report, mask, gpu: tl.constexpr):
     """Wait until every page's word equals its expected generation; 1 if all do, else 0 and the fail flag is set.
 
@@ -25,9 +36,7 @@ def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected,
     """
     waits = mask & (expected != 0)
     words = words_ptr + pages // group_pages
-    none = tl.zeros_like(expected)
-    seen = tl.atomic_add(words, none, mask=waits, sem="acquire", scope="sys")
-    late = waits & (seen != expected)
+    late = waits & (_seen(words, waits, gpu) != expected)
     missing = tl.sum(late.to(tl.int32), axis=0)
     if missing > 0:
         began = tl.full([], 0, tl.int64)
@@ -38,8 +47,7 @@ def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected,
         now = began
         failed = tl.atomic_add(failed_ptr, 0, sem="relaxed", scope="gpu")
         while (missing > 0) & (failed == 0) & (now - began < limit):
-            seen = tl.atomic_add(words, none, mask=late, sem="acquire", scope="sys")
-            late = late & (seen != expected)
+            late = late & (_seen(words, late, gpu) != expected)
             missing = tl.sum(late.to(tl.int32), axis=0)
             failed = tl.atomic_add(failed_ptr, 0, sem="relaxed", scope="gpu")
             if gpu:

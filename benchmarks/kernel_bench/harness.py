@@ -93,6 +93,26 @@ class Report:
 
 def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     """Microseconds a call: `calls` (on different data) captured in a graph, median over its replays."""
+    return alternating_us([calls], repeats)[0]
+
+
+def alternating_us(groups: Sequence[Sequence[Callable[[], object]]], repeats: int = 7) -> list[float]:
+    """As `graph_us` for each group of calls, the groups' graphs replayed in turn: for small differences."""
+    graphs = [_captured(calls) for calls in groups]
+    times: list[list[float]] = [[] for _ in groups]
+    for turn in range(repeats + 2):
+        for calls, graph, taken in zip(groups, graphs, times, strict=True):
+            start, stop = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+            start.record()
+            graph.replay()
+            stop.record()
+            stop.synchronize()
+            if turn >= 2:
+                taken.append(start.elapsed_time(stop) * 1e3 / len(calls))
+    return [statistics.median(taken) for taken in times]
+
+
+def _captured(calls: Sequence[Callable[[], object]]) -> torch.cuda.CUDAGraph:
     for call in calls:
         call()
     torch.cuda.synchronize()
@@ -100,7 +120,7 @@ def graph_us(calls: Sequence[Callable[[], object]], repeats: int = 7) -> float:
     with torch.cuda.graph(graph):
         for call in calls:
             call()
-    return events_us(graph.replay, len(calls), repeats)
+    return graph
 
 
 def events_us(call: Callable[[], object], calls: int = 1, repeats: int = 7) -> float:

@@ -197,15 +197,15 @@ def tune_topk(report: Report) -> None:
     """Other launch shapes of top-k, at 64 rows and at one."""
     usual = topk_triton.SHAPE
     try:
-        for sample, warps, lines, turns, select in (
-            (4, 4, 128, 4, 4), (8, 4, 128, 4, 8), (16, 4, 128, 4, 16), (8, 8, 256, 2, 8), (8, 4, 128, 8, 8),
-            (8, 4, 128, 2, 8), (8, 4, 64, 8, 8), (8, 8, 128, 4, 8), (8, 4, 256, 4, 8), (4, 4, 128, 4, 8),
-            (8, 4, 128, 4, 4), (8, 2, 64, 4, 8), (8, 4, 256, 1, 8),
+        for shape in (
+            (16, 512, 1, 1 << 14, 512), (16, 256, 1, 1 << 14, 512), (8, 256, 2, 1 << 14, 512),
+            (8, 256, 1, 1 << 14, 512), (8, 256, 4, 1 << 14, 512), (16, 512, 1, 1 << 14, 256),
+            (16, 512, 1, 1 << 13, 512), (16, 512, 1, 1 << 15, 512),
         ):  # fmt: skip
-            topk_triton.SHAPE = topk_triton.Shape(sample, warps, lines, turns, select)
-            for rows, kilo in ((64, 64), (64, 256), (1, 256)):
-                took = _topk_us(rows, kilo << 10, 512)
-                report.add(Row("tune", f"top-512 {topk_triton.SHAPE}"[:34], f"{rows} x {kilo}K", took, "us",
+            topk_triton.SHAPE = topk_triton.Shape(*shape)
+            for (rows, kilo), k in itertools.product(((64, 64), (64, 256), (1, 256)), (512, 2048)):
+                took = _topk_us(rows, kilo << 10, k)
+                report.add(Row("tune", f"top-{k} {shape}", f"{rows} x {kilo}K", took, "us",
                                note=str(topk_triton.SHAPE)))  # fmt: skip
     finally:
         topk_triton.SHAPE = usual

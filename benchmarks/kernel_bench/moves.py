@@ -109,7 +109,7 @@ def _copies(report: Report, page_bytes: int) -> None:
         ("load", load_triton, load_engine, report.floors["h2d_gbs"]),
         ("backup", backup_triton, backup_engine, report.floors["d2h_gbs"]),
     ):
-        for programs in (8, 16, 32, 64):
+        for programs in (16, 32, 64, 128):
             time = events_us(
                 lambda kernel=kernel, programs=programs: kernel(host, device, *lists, 0, LAYERS, programs=programs),
                 repeats=3,

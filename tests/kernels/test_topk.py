@@ -14,6 +14,8 @@ def rows() -> dict[str, torch.Tensor]:
     normal = torch.randn(N, generator=generator)
     spikes = torch.zeros(N)
     spikes[1::3] = 1.0  # the sample's stride misses some, and a third of the row ties
+    lucky = normal.clamp(max=0.0)
+    lucky[(torch.arange(400) * 5 * N) // 2048] = 7.0  # only logits that are sampled reach what the sample suggests
     few = torch.full((N,), float("nan"))
     few[::97] = normal[::97]
     return {
@@ -21,7 +23,9 @@ def rows() -> dict[str, torch.Tensor]:
         "all equal": torch.full((N,), 2.5),
         "ties": torch.randint(-2, 3, (N,), generator=generator).float(),
         "signed zeros": torch.where(normal < 0, -0.0, 0.0),
+        "some ties": normal.mul(64).round() / 64,
         "spikes": spikes,
+        "a lucky sample": lucky,
         "fewer than k": few,
         "infinities": torch.where(normal > 1, float("inf"), torch.where(normal < 0, float("-inf"), normal)),
         "ascending": torch.arange(N).float(),
@@ -57,6 +61,19 @@ def test_ragged_rows_are_cut_at_their_length_and_padded_with_minus_one() -> None
     out = topk_slots_triton(logits, lengths, 512, TABLE, sequence, 64)
     assert torch.equal(out, expected)
     assert out[1, 5:].eq(-1).all()
+
+
+def test_rows_listed_by_several_programs_each() -> None:
+    columns = 40_000
+    generator = torch.Generator().manual_seed(5)
+    normal, sparse = torch.randn(columns, generator=generator), torch.full((columns,), -9.0)
+    sparse[-3000:] = normal[-3000:]  # all candidates are in the last program's part
+    logits = torch.stack([normal, sparse])
+    table = torch.randperm(625, generator=generator).to(torch.int32)[None]
+    lengths = torch.tensor([columns - 7, columns], dtype=torch.int32)
+    sequence = torch.zeros(2, dtype=torch.int32)
+    expected = topk_slots_reference(logits, lengths, 512, table, sequence, 64)
+    assert torch.equal(topk_slots_triton(logits, lengths, 512, table, sequence, 64), expected)
 
 
 def test_the_reference_never_selects_nan_and_breaks_ties_low() -> None:
