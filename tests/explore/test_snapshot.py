@@ -121,10 +121,12 @@ def test_nodes_with_equal_images_go_on_alike(name: str, monkeypatch: pytest.Monk
     assert compared > 600
 
 
-def test_packed_nodes_go_on_like_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    kept = search(world(PLANS["crash"]))
+@pytest.mark.parametrize("name", ["crash", "cache: three pages"])
+def test_packed_nodes_go_on_like_the_others(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = search(world(PLANS[name]), limit=1_000)
     monkeypatch.setattr(nodes, "LATEST", 3)
-    packed = search(world(PLANS["crash"]))
+    packed = search(world(PLANS[name]), limit=1_000)
+    assert packed.violation is None
     assert (packed.states, packed.transitions, packed.ended) == (kept.states, kept.transitions, kept.ended)
 
 
