@@ -41,7 +41,7 @@ def test_what_is_left_of_a_reduced_world_shows_the_seeded_faults() -> None:
                 found = search(world(plan._replace(eager=True)))
             missed |= set() if found.violation else {mutant.fault}
     assert missed == PREMISES
-    assert looked > 20
+    assert looked >= 20
 
 
 @pytest.mark.parametrize(
