@@ -42,6 +42,19 @@ def test_ragged_logits_equal_the_reference_and_tails_stay_as_they_were(
     assert bool((out[visible] != UNTOUCHED).all())
 
 
+@pytest.mark.parametrize("block", [64, 128])
+@pytest.mark.parametrize("dtype", ["bf16", "fp8"])
+def test_no_page_after_the_last_is_looked_up(dtype: str, block: int) -> None:
+    table = torch.cat([TABLE, torch.full((2, 4), 1 << 30, dtype=torch.int32)], dim=1)  # reading such a page would crash
+    q, weights, pages = normal(2, 64, 128).to(torch.bfloat16), normal(2, 64), pool(dtype)
+    lengths, blocks = torch.tensor([256, 190], dtype=torch.int32), query_blocks([1, 1], 1)
+    expected, out = torch.zeros(2, 256), torch.zeros(2, 256)
+    paged_logits_reference(q, weights, pages, table, lengths, blocks, expected)
+    shape = Shape(block=block, steps=2, warps=4, stages=2, registers=128)
+    paged_logits_triton(q, weights, pages, table, lengths, blocks, out, shape=shape)
+    assert torch.allclose(out, expected, rtol=1e-4, atol=1e-3)
+
+
 def test_the_reference_is_the_formula() -> None:
     q, weights, pages = normal(7, 64, 128).to(torch.bfloat16), normal(7, 64), pool("bf16")
     out = empty()
