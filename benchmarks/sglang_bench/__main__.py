@@ -66,7 +66,7 @@ def described() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="h200_sglang", description=__doc__)
     parser.add_argument("--group", choices=tuple(steps.GROUPS), default="outputs")
-    parser.add_argument("--gpu", default="0", help="the card of a group that takes one")
+    parser.add_argument("--gpu", default="0", help="the card of a group that takes one, or the two of `cost`")
     parser.add_argument("--tp", type=int, default=1, help="ranks of an engine, each on a card of its own")
     parser.add_argument("--seconds", type=float, help="budget of the whole")
     parser.add_argument("--only", default="", help="steps, by name, separated by commas")

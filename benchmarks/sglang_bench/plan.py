@@ -88,13 +88,19 @@ def pair(
     name: str, port: int, gpus: str = "0", *, fake: bool, ranks: int = 1, index_k: str = "fp8", overlap: bool = True,
     hicache: bool = True, env: Mapping[str, str] | None = None,
 ) -> tuple[Shape, Shape]:  # fmt: skip
-    """Prefill whose device pool is under pressure, with HiCache or without, and decode."""
+    """Prefill whose device pool is under pressure, with HiCache or without, and decode.
+
+    Engines of one rank given two cards have one each.
+    """
+    apart = gpus.split(",") if ranks == 1 else [gpus]
     extra: tuple[str, ...] = () if fake else (*_SMALL, *(_PLAIN_TP if ranks > 1 else ()))
     extra = extra if overlap or fake else (*extra, "--disable-overlap-schedule")
     host, more = _HOST if hicache else None, dict(env or {})
     return (
-        Shape(f"{name}-prefill", "prefill", port, gpus, ranks, "model", _PRESSED, host, port + 1, index_k, extra, more),
-        Shape(f"{name}-decode", "decode", port + 2, gpus, ranks, "model", 131_072, None, 0, index_k, extra, more),
+        Shape(
+            f"{name}-prefill", "prefill", port, apart[0], ranks, "model", _PRESSED, host, port + 1, index_k, extra, more
+        ),
+        Shape(f"{name}-decode", "decode", port + 2, apart[-1], ranks, "model", 131_072, None, 0, index_k, extra, more),
     )
 
 

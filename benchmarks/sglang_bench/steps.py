@@ -54,7 +54,7 @@ GROUPS = {
         },
     ),
     "cost": Group(
-        "one",
+        "two, or one",
         400.0,
         60.0,
         {
@@ -93,7 +93,7 @@ BESIDE = {
 CALLS = (
     (("outputs", "--group outputs --gpu 0"), ("early", "--group early --gpu 1")),
     (("ranks", "--tp 2"),),
-    (("cost", "--group cost --gpu 0"),),  # with nothing beside it
+    (("cost", "--group cost --gpu 0,1"),),  # with nothing beside it; engines of one card wait for each other's kernels
 )
 
 

@@ -40,8 +40,7 @@ class Pages:
     """The pages of one copy, by space: those on the device, and those on the host.
 
     `sides`: token indices that begin with a page, device and host, of each space. What lies on the device is read in
-    one transfer, without stopping the stream that computes it. A scheduler gives up its interpreter with each call of
-    torch, and gets it back when the transfer threads let it: few calls, whatever the number of spaces.
+    one transfer, without stopping the stream that computes it.
     """
 
     def __init__(self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int]) -> None:

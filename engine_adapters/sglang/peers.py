@@ -16,16 +16,18 @@ import numpy as np
 import numpy.typing as npt
 import zmq
 
-from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey
+from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 
 MARK = b"dsv4ctl"
 
 
 class Trailer(msgspec.Struct, frozen=True):
-    """Who speaks to a prefill rank, and of which generation of the room (0: of none)."""
+    """Who speaks to a prefill rank, and of which generation of the room (0: of none); of an abort, where it began."""
 
     incarnation: str
     generation: int
+    source: AbortSource = AbortSource.ENGINE_FAULT
+    reason: str = ""
 
 
 class Ack(msgspec.Struct, tag=True, frozen=True):

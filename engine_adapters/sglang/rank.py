@@ -37,9 +37,6 @@ from dsv4ctl.engine_adapters.sglang.rooms import Rooms
 from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
-#: How long a thread may keep the interpreter from the scheduler, which gives it up with every call of torch: Python's
-#: own 5 ms are a fifth of a step, each time that a transfer thread computes.
-_SWITCH_SECONDS = 0.0005
 
 CONSUMERS = {
     Consumer.ATTENTION: "DeepSeekV4TokenToKVPool.get_extra_key_buffer, get_swa_key_buffer_radix: c4, c128, swa",
@@ -292,7 +289,6 @@ def attach(scheduler: Any, number: int, ranks: int) -> Rank:
     """Makes the rank of this process, `number` of `ranks` (tensor parallel). Call it once."""
     if _Process.launch is None:
         raise RuntimeError("a scheduler runs whose process was not launched by the control plane")
-    sys.setswitchinterval(_SWITCH_SECONDS)
     _Process.rank = Rank(_Process.launch, scheduler, number, ranks)
     return _Process.rank
 

@@ -32,6 +32,7 @@ _MAX_REQUESTS = 65_536
 class Room:
     opening: OpenRoom
     dropped: bool = False  #: aborting: nothing new is begun for it
+    why: tuple[AbortSource, str] = (AbortSource.ENGINE_FAULT, "")  #: of a room that is dropped
     forwards: int = 0  #: forwards counted with the agent
     #: On a decode rank: pages that writers were told, in logical order, by space.
     destination: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -79,7 +80,7 @@ class Rooms:
     def dropped(self, key: RoomKey, source: AbortSource, reason: str) -> None:
         room = self._rooms.get(key.room)
         if room is not None:
-            room.dropped = True
+            room.dropped, room.why = True, (source, reason)
         with self._aborts_lock:
             self._aborts[key.room] = None
         self.failed(key.room, f"{source.value}: {reason}")
@@ -286,7 +287,8 @@ class Rooms:
         if endpoint is None:
             return
         frame = [b"ABORT", str(room.key.room).encode(), *self.address]
-        self._outbox.send(endpoint, with_trailer(frame, Trailer(self._incarnation, room.key.generation)))
+        trailer = Trailer(self._incarnation, room.key.generation, *room.why)
+        self._outbox.send(endpoint, with_trailer(frame, trailer))
 
 
 def _held(room: Room) -> dict[str, int]:

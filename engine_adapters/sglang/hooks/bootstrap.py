@@ -10,7 +10,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from dsv4ctl.controlplane.rooms.states import AbortSource, RoomKey
+from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.engine_adapters.sglang import peers, rank
 from dsv4ctl.engine_adapters.sglang.peers import Trailer
 
@@ -68,12 +68,8 @@ def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:
         raise ValueError(f"{len(parts)} parts beginning with {parts[0][:16]!r} of no rank of this control plane")
     if parts[0] == b"ABORT":
         here.rooms.heard(trailer.incarnation, _endpoint(parts[2], parts[3]))
-        here.agent.peer_abort(
-            RoomKey(int(parts[1]), trailer.generation),
-            trailer.incarnation,
-            AbortSource.ENGINE_FAULT,
-            "the decode rank aborted it",
-        )
+        key = RoomKey(int(parts[1]), trailer.generation)
+        here.agent.peer_abort(key, trailer.incarnation, trailer.source, trailer.reason)
         if hasattr(manager, "register_deferred_ack_target"):
             manager._handle_abort_notification(parts)  # SGLang's own acknowledgement, once its chunks have drained
         return

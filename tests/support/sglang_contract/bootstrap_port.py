@@ -13,7 +13,7 @@ import torch
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
 
-from dsv4ctl.controlplane.link.wire import Fenced, Role
+from dsv4ctl.controlplane.link.wire import Fenced, Role, RoomReport
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomState
 from dsv4ctl.engine_adapters.sglang import peers
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
@@ -105,6 +105,23 @@ def abort_of_a_room_is_acknowledged_when_its_writes_have_ended(_: bool) -> None:
         chunks.get()
     assert [frame for _, frame in sent] == [Ack(key, "me", Quiet.QUIET)]
     assert manager.request_status[7] == KVPoll.Failed, "a chunk of an aborted room is not posted"
+
+
+@alone
+def a_decode_ranks_abort_says_where_it_began(_: bool) -> None:
+    """Whether a request is sent again is decided by that, and a prefill rank may be the first to report the abort."""
+    decode, prefill = world(Role.DECODE, True), world(Role.PREFILL, True)
+    decode.open()
+    room = decode.rank.rooms.find(7)
+    decode.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], {"full": (3,)})
+    decode.rank.rooms.address = (b"127.0.0.1", b"9")
+    sent: list[list[bytes]] = []
+    decode.rank.outbox.send = lambda endpoint, parts: sent.append(parts)
+    decode.rank.rooms.fail(7, "page digests differ", AbortSource.INTEGRITY)
+    prefill.open(peers=("me",))
+    bootstrap.from_decode(Manager(), prefill.rank, sent[0])
+    told = [frame.detail for frame in prefill.frames if isinstance(frame, RoomReport) and "source" in frame.detail]
+    assert (told[0]["source"], told[0]["reason"]) == ("integrity", "page digests differ"), told
 
 
 @alone

@@ -74,13 +74,6 @@ def a_scheduler_without_chunks_declares_whole_prompts(_: bool) -> None:
 
 
 @alone
-def no_thread_keeps_the_interpreter_from_a_scheduler_for_long(_: bool) -> None:
-    sys.setswitchinterval(0.005)
-    world(Role.PREFILL, True)
-    assert sys.getswitchinterval() < 0.001
-
-
-@alone
 def speculation_ends_the_process(_: bool) -> None:
     from sglang.srt.speculative.spec_info import SpeculativeAlgorithm
 
