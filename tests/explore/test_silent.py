@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from functools import cache
+from typing import Any
 
 import pytest
 
 from dsv4ctl.controlplane.explore.nodes import Event
-from dsv4ctl.controlplane.explore.plan import Plan
-from dsv4ctl.controlplane.explore.rank import Setup
+from dsv4ctl.controlplane.explore.plan import Flight, Plan
+from dsv4ctl.controlplane.explore.rank import Rank, RankView, Setup
 from dsv4ctl.controlplane.explore.transfer import Transfer, _Draft
 from dsv4ctl.controlplane.explore.worlds import ONE, PATIENT
 
@@ -68,3 +69,47 @@ def test_a_world_with_eager_frames_is_the_world_without_what_they_change(plan: P
     assert changes <= reduced
     assert {action[0] for _, action, _, _ in reduced - changes} <= {"overtake"}
     assert len({at for at, *_ in reduced}) < len({at for at, *_ in whole})
+
+
+def test_which_free_page_comes_first_decides_nothing() -> None:
+    """A world in which pages keep their order, and one in which idle ranks make it new: strongly bisimilar."""
+    plan = Plan("pages", one_by_one=True, aborts=0, crashes=1, restarts=1, setup=PATIENT, eager=True)
+    view = Rank.view
+    with pytest.MonkeyPatch.context() as patch:
+
+        def kept(rank: Rank) -> RankView:
+            return view(rank)._replace(worn=False)
+
+        patch.setattr(Rank, "view", kept)
+        first = graph("kept", Transfer(plan))
+    second = graph("new", Transfer(plan))
+    assert len(second) < len(first)
+    block = coarsest(first | second)
+    assert block[next(iter(first))] == block[next(iter(second))]
+
+
+Graph = dict[Any, list[tuple[Any, bool, Any]]]
+
+
+def graph(name: str, world: Transfer) -> Graph:
+    """Steps by state, from the initial one on; without the numbers of pages."""
+    steps: Graph = {(name, world.initial()): []}
+    for at, action, to, fair in sorted(walked(world, lambda at, to: False), key=repr):
+        what = (action[0], action[1]._replace(source=0, target=0)) if isinstance(action[1], Flight) else action
+        steps.setdefault((name, at), []).append((what, fair, (name, to)))
+        steps.setdefault((name, to), [])
+    return steps
+
+
+def coarsest(steps: Graph) -> dict[Any, int]:
+    """Blocks of states that no steps can tell apart (partition refinement)."""
+    block, blocks = dict.fromkeys(steps, 0), 1
+    while True:
+        seen: dict[Any, int] = {}
+        block = {
+            state: seen.setdefault((block[state], frozenset((a, fair, block[to]) for a, fair, to in out)), len(seen))
+            for state, out in steps.items()
+        }
+        if len(seen) == blocks:
+            return block
+        blocks = len(seen)
