@@ -30,3 +30,10 @@ def test_each_check_fails_without_the_hooks(answer: tuple[str, dict[str, Any]]) 
     without = {name: o["without"] for name, o in answer[1]["checks"].items() if o["without"] is not None}
     assert without
     assert {name: outcome for name, outcome in without.items() if not outcome.startswith("fails: ")} == {}
+
+
+def test_two_ranks_act_alike_with_the_hooks_and_apart_without(answer: tuple[str, dict[str, Any]]) -> None:
+    outcomes = answer[1]["two ranks"]
+    assert len(outcomes) >= 2
+    assert {name: outcome["with"] for name, outcome in outcomes.items()} == dict.fromkeys(outcomes, "holds")
+    assert {name: o["without"] for name, o in outcomes.items() if not o["without"].startswith("fails: ")} == {}

@@ -35,6 +35,7 @@ from sglang_contract import (  # noqa: E402, F401 - each notes its checks
     rooms_decode,
     rooms_prefill,
     sending,
+    two_ranks,
 )
 
 
@@ -42,10 +43,11 @@ def main(release: str) -> None:
     hooks = hooks_of(release)
     life.FUNCTIONS.update(install.register(install.resolve(hooks)))
     HookRegistry.apply_hooks()
+    placed = {hook.function for hook in hooks}
+    of_two = two_ranks.outcomes(placed)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1)
     problems = verify.problems(life.FUNCTIONS, sys.modules)
-    outcomes: dict[str, Any] = {"problems": problems, "hooks": len(hooks), "checks": {}}
-    placed = {hook.function for hook in hooks}
+    outcomes: dict[str, Any] = {"problems": problems, "hooks": len(hooks), "checks": {}, "two ranks": of_two}
     for name, function in CHECKS.items():
         if NEEDS.get(name, hooks[0].function) not in placed:
             continue
