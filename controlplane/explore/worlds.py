@@ -77,6 +77,7 @@ DEEP: tuple[Plan | CachePlan, ...] = (
     TWO_BY_TWO._replace(
         name="two rooms of two ranks a side, abort, write without an end", aborts=1, poisons=1, restarts=1
     ),
+    TWO_BY_TWO._replace(name="two rooms of two ranks a side, crash, link struck", crashes=1, restarts=1, link_faults=1),
     TWO_BY_TWO._replace(name="one room of two ranks a side, link struck", rooms=ONE, aborts=1, link_faults=1),
     ONE_BY_ONE._replace(name="two rooms, abort, link struck", aborts=1, link_faults=1),
     ONE_BY_ONE._replace(
