@@ -92,5 +92,5 @@ def verify_after_apply(functions: dict[str, Any]) -> None:
 
 
 def refuse(why: str) -> NoReturn:
-    print(f"dsv4ctl: this SGLang process ends, since it would serve unguarded: {why}", file=sys.stderr, flush=True)
+    sys.stderr.write(f"dsv4ctl: this SGLang process ends, since it would serve unguarded: {why}\n")
     raise SystemExit(78)

@@ -248,7 +248,7 @@ class Rank:
         last = why.strip().splitlines()[-1]
         fault = f"the {name} thread died: {last}"
         self._loops[name] = LoopStatus(self._loops.get(name, LoopStatus(0)).runs, fault)
-        print(f"dsv4ctl: {fault}\n{why}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"dsv4ctl: {fault}\n{why}\n")  # at once: other ranks write there, too
         try:
             self.report()
         finally:
@@ -256,7 +256,7 @@ class Rank:
 
     def end(self, why: str) -> None:
         """Stops serving: the way in which SGLang itself ends when a scheduler fails."""
-        print(f"dsv4ctl: this engine ends: {why}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"dsv4ctl: this engine ends: {why}\n")
         os.kill(os.getppid(), signal.SIGQUIT)
 
     # ---- the link ------------------------------------------------------------------------------------

@@ -64,7 +64,9 @@ class Scheduler:
         interval = self._link.connect(hello, 10.0).progress_interval
         self._link.start()
         threading.Thread(target=self._beat, args=(interval,), daemon=True).start()
-        print(f"[2026-11-29 16:00:01 TP{self._rank}] Prefill batch, #new-seq: {self._rank}", flush=True)
+        # At once, as a logging handler does: the other rank writes to the same pipe.
+        sys.stdout.write(f"[2026-11-29 16:00:01 TP{self._rank}] Prefill batch, #new-seq: {self._rank}\n")
+        sys.stdout.flush()
         for line in sys.stdin:
             self._done(int(line))
 
@@ -93,7 +95,7 @@ class Scheduler:
                 pass
 
     def _end(self, why: object) -> None:
-        print(f"the link ended: {why}", file=sys.stderr, flush=True)
+        sys.stderr.write(f"the link ended: {why}\n")
 
 
 if __name__ == "__main__":
