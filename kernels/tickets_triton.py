@@ -1,9 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
 """Acquire and release of readiness words on the device.
 
-The acquire is a load at system scope (Triton has none, hence the assembly): whoever sees the generation a loader
-released sees the page's bytes too, be it a copy engine's, another kernel's or the host's. The wait comes before a loop
-over pages, never inside it: a software-pipelined loop issues its loads an iteration early, ahead of a wait in its body.
+The acquire is an atomic read (add of 0) at system scope: whoever sees the generation a loader released sees the
+page's bytes too, be it a copy engine's, another kernel's or the host's. One thread does it for all that hold the word:
+what each thread saw for itself (by a load) could part the threads of a program. The wait comes before a loop over
+pages, never inside it: a software-pipelined loop issues its loads an iteration early, ahead of a wait in its body.
 """
 
 from __future__ import annotations
@@ -17,28 +18,18 @@ from dsv4ctl.kernels.tickets import Tickets
 
 
 @triton.jit
-def _seen(words, mask, gpu: tl.constexpr):
-    """The words where `mask`, acquired at system scope; Triton's interpreter knows atomics only."""
-    if gpu:
-        return tl.inline_asm_elementwise(
-            "{ .reg .pred p; setp.ne.b32 p, $2, 0; @!p mov.b64 $0, 0; @p ld.acquire.sys.global.b64 $0, [$1]; }",
-            "=l,l,r", [words.to(tl.int64), mask.to(tl.int32)], dtype=tl.int64, is_pure=False, pack=1,
-        )  # fmt: skip
-    return tl.atomic_add(words, tl.zeros_like(mask).to(tl.int64), mask=mask, sem="acquire", scope="sys")
-
-
-@triton.jit
 def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected, report, mask, gpu: tl.constexpr):
     """Wait until every page's word equals its expected generation; 1 if all do, else 0 and the fail flag is set.
 
     `pages` int32, `expected` int64 (0: no wait), `mask` [n]; `report` int32 [n], positive: what the flag is set to.
-    Ends `deadline` us after it began (polls where there is no clock), or when the flag is set by anyone.
+    Ends a poll after `deadline` us (polls where there is no clock), or when the flag is set by anyone.
     """
     waits = mask & (expected != 0)
     words = words_ptr + pages // group_pages
-    late = waits & (_seen(words, waits, gpu) != expected)
-    missing = tl.sum(late.to(tl.int32), axis=0)
-    if missing > 0:
+    none = tl.zeros_like(expected)
+    late = waits & (tl.atomic_add(words, none, mask=waits, sem="acquire", scope="sys") != expected)
+    worst = tl.max(tl.where(late, report, 0), axis=0)
+    if worst > 0:
         began = tl.full([], 0, tl.int64)
         limit = began + deadline
         if gpu:
@@ -46,17 +37,17 @@ def acquire_pages(words_ptr, group_pages, failed_ptr, deadline, pages, expected,
             limit = tl.full([], 1000, tl.int64) * deadline
         now = began
         failed = tl.atomic_add(failed_ptr, 0, sem="relaxed", scope="gpu")
-        while (missing > 0) & (failed == 0) & (now - began < limit):
-            late = late & (_seen(words, late, gpu) != expected)
-            missing = tl.sum(late.to(tl.int32), axis=0)
-            failed = tl.atomic_add(failed_ptr, 0, sem="relaxed", scope="gpu")
+        while (worst > 0) & (failed == 0):
+            late = late & (tl.atomic_add(words, none, mask=late, sem="acquire", scope="sys") != expected)
+            worst = tl.max(tl.where(late, report, 0), axis=0)
             if gpu:
                 now = globaltimer()
             else:
                 now += 1
-        if missing > 0:
-            tl.atomic_max(failed_ptr, tl.max(tl.where(late, report, 0), axis=0), sem="relaxed", scope="gpu")
-    return (missing == 0).to(tl.int32)
+            # Each thread has a clock of its own, and all must leave together: one sets the flag, all read it.
+            over = tl.where(now - began >= limit, worst, 0)
+            failed = tl.atomic_max(failed_ptr, over, sem="relaxed", scope="gpu")
+    return (worst == 0).to(tl.int32)
 
 
 # Any number of words, in any layer's row, by one compiled kernel: readers wait for it.

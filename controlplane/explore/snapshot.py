@@ -106,6 +106,8 @@ class _Image:
             return ("#", number)
         self._numbers[id(thing)] = len(self._numbers)
         parts: list[Any] = [type(thing).__name__]
+        if isinstance(thing, Ledger):
+            return (*parts, *[self._field(name, value) for name, value in _items(thing) if name not in self._skip])
         for name in _seen(thing.__class__, self._skip) or [name for name in thing.__dict__ if name not in self._skip]:
             value = getattr(thing, name)
             parts.append(value if type(value) in _PLAIN else self._field(name, value))

@@ -30,7 +30,11 @@ def main() -> int:
 
     signal.signal(signal.SIGTERM, lambda *_: os._exit(0))  # noqa: TID251 - the supervisor has drained us
     engine = Engine(launch, options, log, end)
-    engine.start()
+    try:
+        engine.start()
+    except RuntimeError as broken:  # of torch: no memory, a rank that is gone, a kernel that can't be launched
+        log("engine.failed", "error", error=str(broken))
+        return EXIT_FAILED
 
     async def run() -> None:
         if launch.rank:  # clients talk to the first rank

@@ -43,6 +43,25 @@ def test_two_ledgers_with_the_same_past_look_alike() -> None:
     assert image(one, ledger=one) == image(other, ledger=other)
 
 
+def test_every_ticket_of_a_room_is_seen() -> None:
+    def made(posted: bool) -> Ledger:
+        found = ledger()
+        pages = found.allocate({"full": 1})
+        assert pages is not None
+        load = found.open_load(LoadKind.HICACHE, [found.extent("full", pages["full"])])
+        found.layer_landed(load, 2)
+        found.end_load(load)
+        extents = [found.extent("full", pages["full"])]
+        older = found.request(Consumer.SENDER, extents, room=KEY)
+        found.request(Consumer.ATTENTION, extents, room=KEY)
+        if posted:
+            found.post(older)
+        return found
+
+    one, other = made(True), made(False)
+    assert image(one, ledger=one) != image(other, ledger=other)
+
+
 def test_a_copy_lives_on_its_own_and_looks_alike() -> None:
     made, ticket = loaded(ledger())
     copied, copied_ticket = copy_of((made, ticket))

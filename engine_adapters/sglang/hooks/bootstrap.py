@@ -114,6 +114,7 @@ def from_prefill(here: rank.Rank, parts: list[bytes]) -> None:
         case peers.Digests() as digests:
             if not here.rooms.told_digests(digests):
                 here.counters["late_digests"] += 1
+                logger.info("digests of room %s: it is over here, or of another generation", digests.key)
 
 
 def _bound(manager: Any) -> rank.Rank:
