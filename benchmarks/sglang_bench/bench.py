@@ -103,8 +103,8 @@ def stock_pair(bench: Bench, prefill: Shape, decode: Shape) -> Pair:
     return Pair(bench.http, prefill.url, decode.url, prefill.bootstrap_port)
 
 
-async def jit(*clients: Client) -> list[Reply]:
-    """A first request each: kernels are compiled or loaded."""
+async def jit(bench: Bench, *clients: Client) -> None:
+    """Two first requests each, and how long they took: kernels are compiled or loaded."""
     replies: list[Reply] = []
 
     async def first(client: Client) -> None:
@@ -115,7 +115,7 @@ async def jit(*clients: Client) -> list[Reply]:
     async with anyio.create_task_group() as tasks:
         for client in clients:
             tasks.start_soon(first, client)
-    return replies
+    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in replies]))
 
 
 async def looked_into(bench: Bench, deployment: Deployment) -> None:

@@ -22,8 +22,7 @@ async def costs(bench: Bench) -> None:
     plain = stock_pair(bench, *off)
     hooked = Client(bench.http, on.url)
     others = {"hicache_off": Client(bench.http, bare.url), "bf16": Client(bench.http, bf16.url)}
-    first = await jit(plain, hooked, *others.values())
-    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in first]))
+    await jit(bench, plain, hooked, *others.values())
 
     async def turns(arms: Mapping[str, Client], key: str, rounds: int, seconds: float, load: cost.Load) -> None:
         ends = time.monotonic() + seconds

@@ -25,7 +25,7 @@ async def early(bench: Bench) -> None:
     copies = bench.copies(out, gpu)
     plain = stock_pair(bench, *off)
     stock, hooked = Arm("hooks_off", plain, out / "es-off"), Arm("hooks_on", Client(bench.http, on.url), out / "es-on")
-    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in await jit(plain, hooked.client)]))
+    await jit(bench, plain, hooked.client)
     bf16 = bench.deployment(
         "bf16", 20590, *plan.early_pair("bf16", 20500, out / "es-bf16", gpu, fake=fake, index_k="bf16")
     )
@@ -73,7 +73,7 @@ async def early(bench: Bench) -> None:
 
 
 async def _bf16(bench: Bench, right: Client, asked: Client, copies: Copies) -> None:
-    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in await jit(right, asked)]))
+    await jit(bench, right, asked)
     await bench.step("s4.lengths", lambda: equality.lengths(right, asked, bench.results, "s4.lengths.bf16"))
     arm = Arm("hooks_on_bf16", asked, bench.machine.out / "es-bf16")
     bursts = [("busy", "on")] * 6 + [("copies", "on")] * 4

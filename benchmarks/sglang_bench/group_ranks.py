@@ -36,7 +36,7 @@ async def several(bench: Bench, count: int) -> None:
     right, plain = Oracle(bench.http, oracle.shape.url), stock_pair(bench, *shapes["off"])
     right_bf16 = Oracle(bench.http, bf16_oracle.url)
     asked = {"on": Client(bench.http, on.url), "bf16": Client(bench.http, bf16.url), "off": plain}
-    bench.say(str([(round(reply.seconds, 1), reply.error) for reply in await jit(right, right_bf16, *asked.values())]))
+    await jit(bench, right, right_bf16, *asked.values())
     idle = {
         "on": aborts.idle_deployed(bench.http, on),
         "bf16": aborts.idle_deployed(bench.http, bf16),

@@ -6,7 +6,7 @@ is one (pool, layer) of everything that a room is sent by.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from typing import Any, NamedTuple
@@ -96,9 +96,6 @@ class _Space:
         return (buffers + np.asarray(pages, dtype=np.int64)).reshape(-1)
 
 
-_Reading = Callable[[_Space, torch.Tensor], torch.Tensor]
-
-
 class PageDigests:
     """`host_pages`: of each space that has any."""
 
@@ -122,7 +119,12 @@ class PageDigests:
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
         together = {name: [page for pages in rooms for page in pages.get(name, ())] for name in self.spaces}
-        found = self._fetch(together, lambda space, numbers: space.compute(numbers))
+        with self._beside_forward():
+            values = [
+                space.compute(torch.tensor(together[name], dtype=torch.int64).to(self._device, non_blocking=True))
+                for name, space in self.spaces.items()
+            ]
+            found = fetch(torch.cat([each.reshape(-1) for each in values]))
         parts: list[list[npt.NDArray[np.intp]]] = [[] for _ in rooms]
         base = 0
         for name, space in self.spaces.items():
@@ -151,14 +153,6 @@ class PageDigests:
 
     def _beside_forward(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
-
-    def _fetch(self, pages: Mapping[str, Sequence[int]], read: _Reading) -> Fetched:
-        with self._beside_forward():
-            found = [
-                read(space, torch.tensor(pages.get(name, ()), dtype=torch.int64).to(self._device, non_blocking=True))
-                for name, space in self.spaces.items()
-            ]
-            return fetch(torch.cat([values.reshape(-1) for values in found]))
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None

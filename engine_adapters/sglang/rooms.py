@@ -31,8 +31,7 @@ _MAX_REQUESTS = 65_536
 @dataclass(eq=False)
 class Room:
     opening: OpenRoom
-    dropped: bool = False  #: aborting: nothing new is begun for it
-    why: tuple[AbortSource, str] = (AbortSource.ENGINE_FAULT, "")  #: of a room that is dropped
+    why: tuple[AbortSource, str] | None = None  #: it is aborting: source and reason
     forwards: int = 0  #: forwards counted with the agent
     #: On a decode rank: pages that writers were told, in logical order, by space.
     destination: dict[str, tuple[int, ...]] = field(default_factory=dict)
@@ -51,6 +50,11 @@ class Room:
     @property
     def key(self) -> RoomKey:
         return self.opening.key
+
+    @property
+    def dropped(self) -> bool:
+        """Aborting: nothing new is begun for it."""
+        return self.why is not None
 
 
 class Rooms:
@@ -80,7 +84,7 @@ class Rooms:
     def dropped(self, key: RoomKey, source: AbortSource, reason: str) -> None:
         room = self._rooms.get(key.room)
         if room is not None:
-            room.dropped, room.why = True, (source, reason)
+            room.why = (source, reason)
         with self._aborts_lock:
             self._aborts[key.room] = None
         self.failed(key.room, f"{source.value}: {reason}")
@@ -287,7 +291,7 @@ class Rooms:
         if endpoint is None:
             return
         frame = [b"ABORT", str(room.key.room).encode(), *self.address]
-        trailer = Trailer(self._incarnation, room.key.generation, *room.why)
+        trailer = Trailer(self._incarnation, room.key.generation, *(room.why or ()))
         self._outbox.send(endpoint, with_trailer(frame, trailer))
 
 

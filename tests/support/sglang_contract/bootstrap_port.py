@@ -91,14 +91,20 @@ def bootstrap_loop_lives_through_any_frame(hooked: bool) -> None:
     assert made.states(key)[-1] is RoomState.BOOTSTRAPPING
 
 
+def _posted(made: World, manager: Manager, *queued: Any) -> tuple[list[Any], sender.Chunks]:
+    """What the rank acknowledges to a peer that it knows, and its chunks, of which the first is being written."""
+    sent = acks(made)
+    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
+    chunks = sender.Chunks(Queue(*queued), manager, made.rank)
+    chunks.get()
+    return sent, chunks
+
+
 @alone
 def abort_of_a_room_is_acknowledged_when_its_writes_have_ended(_: bool) -> None:
     made = world(Role.PREFILL, True)
     key, manager = made.open(), Manager()
-    sent = acks(made)
-    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
-    chunks = sender.Chunks(Queue(chunk(7, 3), chunk(7, 4)), manager, made.rank)
-    chunks.get()
+    sent, chunks = _posted(made, manager, chunk(7, 3), chunk(7, 4))
     made.rank.agent.peer_abort(key, PEER, AbortSource.CLIENT, "gone")
     assert not sent, "acknowledged with a write in flight"
     with contextlib.suppress(Queue.Empty):
@@ -128,10 +134,7 @@ def a_decode_ranks_abort_says_where_it_began(_: bool) -> None:
 def poisoned_room_is_never_acknowledged_as_quiet(_: bool) -> None:
     made = world(Role.PREFILL, True)
     key, manager = made.open(), Manager()
-    sent = acks(made)
-    made.rank.rooms.heard(PEER, "tcp://127.0.0.1:9")
-    chunks = sender.Chunks(Queue(chunk(7, 3)), manager, made.rank)
-    chunks.get()
+    sent, chunks = _posted(made, manager, chunk(7, 3))
     manager.exceptions[7] = RuntimeError("NIXL transfer encountered ERR")
     with contextlib.suppress(Queue.Empty):
         chunks.get()

@@ -51,6 +51,14 @@ def guard_of_one_rank_keeps_no_rank_out_of_a_reduction(_: bool) -> None:
     assert (entered, polls) == ([[False]], [KVPoll.Failed])
 
 
+def _manager() -> Manager:
+    """With what it keeps of room 7."""
+    manager = Manager()
+    manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
+    manager.transfer_infos[7] = {}
+    return manager
+
+
 def _request(manager: Manager) -> Any:
     """A request of room 7 at a prefill rank."""
     waiting = object.__new__(conn.NixlKVSender)
@@ -62,9 +70,7 @@ def _request(manager: Manager) -> Any:
 def aborted_chunked_request_leaves_nothing_behind(_: bool) -> None:
     made = world(Role.PREFILL, True)
     made.open()
-    manager = Manager()
-    manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
-    manager.transfer_infos[7] = {}
+    manager = _manager()
     request = _request(manager)
     scheduler = SimpleNamespace(_pending_chunked_abort_req=request, chunked_req=request)
     scheduler.attn_tp_cpu_group = scheduler.attn_cp_cpu_group = None
@@ -81,10 +87,8 @@ def aborted_chunked_request_leaves_nothing_behind(_: bool) -> None:
 def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
     made = world(Role.PREFILL, hooked)
     made.open()
-    manager = Manager()
-    manager.__dict__.update(failure_lock=threading.Lock(), failure_records=manager.failures)
+    manager = _manager()
     manager.update_status(7, KVPoll.WaitingForInput)
-    manager.transfer_infos[7] = {}
     request = _request(manager)
     scheduler = SimpleNamespace(waiting_queue=[request])
     order = AbortReq(rid="request")

@@ -7,7 +7,9 @@ from typing import Any
 
 import torch
 from sglang.srt.disaggregation import decode
+from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.managers.scheduler_components import request_receiver as receiver
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import RoomKey
@@ -50,6 +52,33 @@ def exposed(made: World) -> RoomKey:
     assert room is not None
     assert made.rank.rooms.expose(room, ["tcp://127.0.0.1:9"], {"full": (5, 6)})
     return key
+
+
+def prealloc_queue(waiting: bool, group: Any = None) -> Any:
+    """SGLang's queue of a decode rank with one request whose handshake is over (`waiting` for its input), or is not."""
+    request = SimpleNamespace(
+        waiting_for_input=waiting,
+        kv_receiver=SimpleNamespace(conclude_state=None, poll=lambda: KVPoll.WaitingForInput),
+        req=SimpleNamespace(rid="r", time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None)),
+    )
+    queue = object.__new__(decode.DecodePreallocQueue)
+    queue.__dict__.update(queue=[request], gloo_group=group, pp_size=1)
+    return queue
+
+
+def request_receiver(**parallel: Any) -> Any:
+    """SGLang's receiver of requests; `parallel`: `tp_size` and, of more than one rank, their `tp_group`."""
+    shape = SimpleNamespace(
+        attn_tp_size=1, attn_cp_size=1, enable_dp_attention=False, attn_dp_enabled=False, **parallel
+    )
+    found = object.__new__(receiver.SchedulerRequestReceiver)
+    given = {"ps": shape, "server_args": shape}
+    if "tp_group" in parallel:
+        given |= {"tp_group": shape.tp_group, "tp_cpu_group": shape.tp_group.cpu_group}
+    for name in given.keys() & {*receiver.SchedulerRequestReceiver.__slots__}:
+        object.__setattr__(found, name, given[name])
+    receiver.get_parallel = receiver.get_exec = lambda: shape
+    return found
 
 
 def transfer_queue(made: World, status: int, written: int = 7) -> Any:

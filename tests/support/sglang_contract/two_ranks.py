@@ -15,14 +15,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import torch.distributed as dist
-from sglang.srt.disaggregation import decode
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.managers.io_struct import AbortReq
-from sglang.srt.managers.scheduler_components import request_receiver
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import Quiet
-from sglang_contract.situations import exposed, transfer_queue, turn, world
+from sglang_contract.situations import exposed, prealloc_queue, request_receiver, transfer_queue, turn, world
 from sglang_world import PEER
 
 Scenario = Callable[[int, bool], Any]
@@ -32,15 +30,9 @@ _DEADLINE = timedelta(seconds=60)
 def enter_the_handshake_reduction(number: int, hooked: bool) -> Any:
     """Rank 0 has nobody left to shake hands with, rank 1 has one."""
     world(Role.DECODE, hooked)
-    waiting = SimpleNamespace(
-        waiting_for_input=number == 0,
-        kv_receiver=SimpleNamespace(conclude_state=None, poll=lambda: KVPoll.WaitingForInput),
-        req=SimpleNamespace(rid="r", time_stats=SimpleNamespace(set_bootstrap_done_time=lambda: None)),
-    )
-    queue = object.__new__(decode.DecodePreallocQueue)
-    queue.__dict__.update(queue=[waiting], gloo_group=dist.group.WORLD, pp_size=1)
+    queue = prealloc_queue(waiting=number == 0, group=dist.group.WORLD)
     queue._update_handshake_waiters()
-    return waiting.waiting_for_input
+    return queue.queue[0].waiting_for_input
 
 
 def heed_a_verdict_of_one(number: int, hooked: bool) -> Any:
@@ -61,15 +53,8 @@ def apply_an_abort_in_one_turn(number: int, hooked: bool) -> Any:
     """The control plane's abort has reached rank 0 and, a turn later, rank 1."""
     made = world(Role.DECODE, hooked)
     key = exposed(made)
-    receiver = object.__new__(request_receiver.SchedulerRequestReceiver)
     group = SimpleNamespace(rank=number, ranks=[0, 1], cpu_group=dist.group.WORLD)
-    parallel = SimpleNamespace(
-        tp_size=2, tp_group=group, attn_tp_size=1, attn_cp_size=1, enable_dp_attention=False, attn_dp_enabled=False
-    )
-    given = {"ps": parallel, "server_args": parallel, "tp_group": group, "tp_cpu_group": group.cpu_group}
-    for name in given.keys() & {*request_receiver.SchedulerRequestReceiver.__slots__}:
-        object.__setattr__(receiver, name, given[name])
-    request_receiver.get_parallel = request_receiver.get_exec = lambda: parallel
+    receiver = request_receiver(tp_size=2, tp_group=group)
     turns = []
     for aborted in (None, 0, 1):
         arrived = [SimpleNamespace(bootstrap_room=7, rid="the request")] if aborted is None else []
