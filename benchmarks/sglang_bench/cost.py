@@ -11,7 +11,8 @@ from sglang_bench.results import Results, spread
 
 
 class Load(NamedTuple):
-    concurrent: int
+    requests: int  #: in a round
+    at_once: int  #: an answer makes room for the next; all of a round at once are a burst
     length: int  #: tokens of a prompt
     new: int
     again: bool = False  #: each round asks what the one before it asked
@@ -19,16 +20,17 @@ class Load(NamedTuple):
     def prompts(self, key: str, turn: int) -> list[list[int]]:
         """Of another `key`, other prompts: an engine of two comparisons has not seen them."""
         said = "again" if self.again else str(turn)
-        return [prompt(f"{key} {said} {at}", self.length) for at in range(self.concurrent)]
+        return [prompt(f"{key} {said} {at}", self.length) for at in range(self.requests)]
 
 
-FRESH = Load(32, 900, 96)
+BURST = Load(32, 32, 900, 96)
+STEADY = Load(128, 32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
-AGAIN = Load(24, 2900, 32, again=True)
+AGAIN = Load(24, 24, 2900, 32, again=True)
 
 
 async def turns(
-    arms: Mapping[str, Client], results: Results, key: str, *, rounds: int, deadline: float, load: Load = FRESH
+    arms: Mapping[str, Client], results: Results, key: str, *, rounds: int, deadline: float, load: Load
 ) -> None:
     """Each round asks each arm once, the order alternating; the first round warms up and is not counted."""
     speeds: dict[str, list[float]] = {name: [] for name in arms}
@@ -39,7 +41,7 @@ async def turns(
         for name in list(arms) if turn % 2 else reversed(list(arms)):
             questions = load.prompts(key, turn)
             began = time.monotonic()
-            replies = await many(arms[name], questions, load.new, stream=True)
+            replies = await many(arms[name], questions, load.new, stream=True, at_once=load.at_once)
             seconds = time.monotonic() - began
             errors += [reply.error for reply in replies if reply.error]
             if turn:

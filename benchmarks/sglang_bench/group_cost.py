@@ -30,11 +30,12 @@ async def costs(bench: Bench) -> None:
 
     async def hicache() -> None:
         arms = {"hicache_off": others["hicache_off"], "hicache_on": hooked}
-        await turns(arms, "s5.hicache.new", 3, 40.0, cost.FRESH)
+        await turns(arms, "s5.hicache.new", 3, 40.0, cost.BURST)
         await turns(arms, "s5.hicache.again", 3, 40.0, cost.AGAIN)
 
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 105.0, cost.FRESH))
+    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 6, 130.0, cost.STEADY))
+    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 105.0, cost.BURST))
     await bench.step("s5.hicache", hicache)
     arms = {"fp8": hooked, "bf16": others["bf16"]}
-    await bench.step("s5.index_k", lambda: turns(arms, "s5.index_k", 4, 50.0, cost.FRESH))
+    await bench.step("s5.index_k", lambda: turns(arms, "s5.index_k", 4, 50.0, cost.BURST))
