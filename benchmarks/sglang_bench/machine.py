@@ -94,10 +94,11 @@ class Server:
         return False
 
     def stop(self) -> None:
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
-        self._log.close()
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
+            self._log.close()
 
 
 def stock_command(machine: Machine, shape: Shape) -> list[str]:

@@ -56,7 +56,7 @@ GROUPS = {
     "cost": Group(
         "two, or one",
         540.0,
-        60.0,
+        100.0,
         {
             "s5.steady": Step(165.0, 150.0, "tokens/s of 32 at a time, one after another, hooks on and off in turns"),
             "s5.cost": Step(120.0, 75.0, "the same of bursts of 32, and their first tokens"),
