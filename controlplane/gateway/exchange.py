@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import AsyncIterator, Awaitable, Callable, Mapping
 from contextlib import asynccontextmanager
-from functools import partial
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -21,7 +20,7 @@ from dsv4ctl.controlplane.gateway.seam import SeamError
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.scheduler.desk import RoomDesk
 from dsv4ctl.controlplane.scheduler.fleet import Engine
-from dsv4ctl.controlplane.scheduler.live import LiveRoom
+from dsv4ctl.controlplane.scheduler.live import LiveRoom, RoomAbortedError
 from dsv4ctl.controlplane.telemetry.events import Event
 from dsv4ctl.controlplane.telemetry.log import Telemetry
 
@@ -67,68 +66,51 @@ class Exchange:
         self._session = session
         self._desk = desk
         self._telemetry = telemetry
+        self._body = msgspec.json.encode({**parsed.body, **bootstrap(live)})
+        self._legs = anyio.create_task_group()
+        self._prefilling = anyio.CancelScope()
         self._failed: RequestError | None = None
+        self._response: web.StreamResponse | None = None
 
     async def run(self) -> web.StreamResponse:
         """The client's answer, complete.
 
         Raises RequestError if there is none (or, of a stream that began, no end); the room is aborted by then.
         """
-        response: web.StreamResponse | None = None
-        async with anyio.create_task_group() as tasks:
-
-            def fail(error: RequestError) -> None:
-                self._failed = self._failed or error
-                tasks.cancel_scope.cancel()
-
-            tasks.start_soon(self._watch_room, fail)
-            prefill, decode = self._live.pair
-            prefill_over, decode_over = anyio.Event(), anyio.Event()
-            if prefill is None:
-                prefill_over.set()
-            else:
-                tasks.start_soon(self._leg, prefill, partial(self._prefill, prefill), fail, prefill_over)
-            decoded: list[web.StreamResponse] = []
-            tasks.start_soon(self._leg, decode, partial(self._decode, decode, decoded), fail, decode_over)
-            await decode_over.wait()
-            with anyio.move_on_after(PREFILL_TAIL):
-                await prefill_over.wait()
-            response = decoded[0]
-            tasks.cancel_scope.cancel()
-        if response is None:
+        prefill, decode = self._live.pair
+        with self._live.watched(self._aborted):
+            async with self._legs:
+                self._legs.start_soon(self._leg, decode, self._decode)
+                if prefill is not None:
+                    with self._prefilling:
+                        await self._leg(prefill, self._prefill)
+        if self._failed is not None or self._response is None:
             raise self._failed or RequestError(500, "internal", "the request ended without an answer")
-        return response
+        return self._response
 
-    async def _watch_room(self, fail: Callable[[RequestError], None]) -> None:
+    def _aborted(self, error: RoomAbortedError) -> None:
         """An abort from anywhere ends the exchange with its reason."""
-        await self._live.aborting.wait()
-        error = self._live.aborted()
-        if error is not None:
-            fail(of_abort(error))
+        self._fail(of_abort(error))
 
-    async def _leg(
-        self,
-        engine: Engine,
-        body: Callable[[], Awaitable[None]],
-        fail: Callable[[RequestError], None],
-        over: anyio.Event,
-    ) -> None:
+    def _fail(self, error: RequestError) -> None:
+        self._failed = self._failed or error
+        self._legs.cancel_scope.cancel()
+
+    async def _leg(self, engine: Engine, body: Callable[[Engine], Awaitable[None]]) -> None:
         """Runs one leg; its failure aborts the room, which both engines are told, and ends the other leg."""
         reported = False
         try:
-            await body()
+            await body(engine)
+            return
         except ClientGoneError:
+            self._fail(RequestError(499, "client", "the client left"))
             self._desk.abort(self._live, AbortSource.CLIENT, "the client left")
-            fail(RequestError(499, "client", "the client left"))
             return
         except LegError as failed:
             error, source, reported = failed.error, failed.source, failed.reported
         except (aiohttp.ClientError, EventError, TimeoutError, OSError) as broken:
             text = f"{_called(engine)}: {_said(broken)}"
             error, source = RequestError(502, "engine_fault", text), AbortSource.ENGINE_FAULT
-        else:
-            over.set()
-            return
         if source is AbortSource.RETRACTION:
             await self._live.aborting.wait()  # the rank's report is on its way; without it, the room's deadline comes
         elif reported or source is AbortSource.ENGINE_FAULT:
@@ -136,14 +118,14 @@ class Exchange:
                 await self._live.aborting.wait()
         aborted = self._live.aborted()
         if aborted is not None and self._live.retracted:
-            fail(of_abort(aborted))
+            self._fail(of_abort(aborted))
             return
         self._telemetry.emit(
             Event.GATEWAY_LEG_FAILED, "warning", **self._live.fields(),
             engine=engine.name, leg=engine.role, status=error.status, reason=error.message,
         )  # fmt: skip
+        self._fail(error if aborted is None else of_abort(aborted))
         self._desk.abort(self._live, source, error.message)
-        fail(error if aborted is None else of_abort(aborted))
 
     async def _prefill(self, engine: Engine) -> None:
         """Only checked: its text is the decode engine's to say."""
@@ -154,16 +136,17 @@ class Exchange:
                     if (payload := error_in(event)) is not None:
                         raise _engine_fault(engine, 502, payload)
 
-    async def _decode(self, engine: Engine, decoded: list[web.StreamResponse]) -> None:
+    async def _decode(self, engine: Engine) -> None:
         async with self._post(engine) as answer:
             headers = {name: answer.headers[name] for name in _PASSED_HEADERS if name in answer.headers}
             headers |= self.headers()
             if _streams(answer):
-                decoded.append(await self._relay(answer, headers, engine))
-                return
-            body = await answer.read()
-            self._client.sent += len(body)
-            decoded.append(web.Response(body=body, headers=headers))
+                self._response = await self._relay(answer, headers, engine)
+            else:
+                body = await answer.read()
+                self._client.sent += len(body)
+                self._response = web.Response(body=body, headers=headers)
+        self._prefilling.deadline = anyio.current_time() + PREFILL_TAIL
 
     async def _relay(
         self, answer: aiohttp.ClientResponse, headers: Mapping[str, str], engine: Engine
@@ -199,8 +182,7 @@ class Exchange:
             "x-request-id": self._parsed.request_id,
             "x-dsv4ctl-generation": str(self._live.key.generation),
         }
-        body = msgspec.json.encode({**self._parsed.body, **bootstrap(self._live)})
-        async with self._session.post(url + self._client.request.path, data=body, headers=headers) as answer:
+        async with self._session.post(url + self._client.request.path, data=self._body, headers=headers) as answer:
             if answer.status != 200:
                 raw = await answer.content.read(_MAX_ERROR_BYTES)
                 raise _engine_fault(engine, answer.status, raw)

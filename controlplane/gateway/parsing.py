@@ -104,7 +104,7 @@ def _prompt_tokens(name: str, prompt: Any) -> int:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return len(prompt.encode("utf-8", "surrogatepass"))
-    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
+    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # in C, as there are thousands
         return len(prompt)
     if isinstance(prompt, list):
         raise RequestError(400, "one_prompt", f"{name} holds {len(prompt)} prompts, one is expected", param=name)

@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.rooms.states import (
     ABORTS,
-    FORWARD,
     LIVE,
     NEXT,
     TERMINAL,
@@ -136,7 +135,7 @@ class Room:
         if state in ABORTS and self.state not in ABORTS:
             reason = str(detail.get("reason") or f"{rank.info.engine} rank {rank.info.rank} aborted the room")
             return self.abort(_source(detail), reason, now)
-        return list(self._settle(now) if self.state in ABORTS else self._advance(now))
+        return list(self._settle(now) if self.state in ABORTS else self._advance(rank, now))
 
     def _again(self, incarnation: str, state: RoomState) -> list[Effect]:
         """A rank that acked an abort before it knew the room may have forgotten that, and opened it: told again."""
@@ -209,15 +208,14 @@ class Room:
             rank.fencing = True
             yield Fence(incarnation, self.key, reason)
 
-    def _advance(self, now: float) -> Iterator[Effect]:
-        """Not aborted: the room is where its furthest rank is, and closed once all are."""
-        if all(rank.done for rank in self._ranks.values()):
+    def _advance(self, told: _Participant, now: float) -> Iterator[Effect]:
+        """Not aborted: the room is where its furthest rank is, which `told` may be now, and closed once all are."""
+        if not told.done:
+            if told.state in NEXT[self.state]:
+                yield self._enter(told.state, now)
+        elif all(rank.done for rank in self._ranks.values()):
             yield self._enter(RoomState.CLOSED, now)
             yield Ended(self.key, RoomState.CLOSED, None)
-            return
-        furthest = max((rank.state for rank in self._ranks.values() if not rank.done), key=FORWARD.index)
-        if furthest in NEXT[self.state]:
-            yield self._enter(furthest, now)
 
     def _settle(self, now: float) -> Iterator[Effect]:
         """Aborting: `quiescing` once every rank knows, `aborted` once every rank is quiet or fenced."""

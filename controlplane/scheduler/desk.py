@@ -355,9 +355,7 @@ class RoomDesk:
     def _entered(self, live: LiveRoom, state: RoomState) -> None:
         self._telemetry.emit(Event.ROOM_STATE, "debug", **live.fields(), state=state)
         if state is RoomState.ABORTING:
-            live.aborting_at = anyio.current_time()
-            live.aborting.set()
-            live.settled.set()
+            live.begin_abort(anyio.current_time())
             level: Level = "info" if live.retracted else "warning"
             self._telemetry.emit(
                 Event.ROOM_ABORTING, level, **live.fields(), source=live.room.source, reason=live.room.reason

@@ -7,6 +7,7 @@ from collections import deque
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from enum import Enum
+from functools import cached_property
 from typing import Any, NamedTuple
 
 from dsv4ctl.controlplane.aborts.log import AbortLog
@@ -81,7 +82,7 @@ class Engine:
     def name(self) -> str:
         return self.config.name
 
-    @property
+    @cached_property
     def role(self) -> Role:
         return Role(self.config.role)
 

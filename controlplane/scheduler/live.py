@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
@@ -46,6 +48,7 @@ class LiveRoom:
     answered: anyio.Event = field(default_factory=anyio.Event)  #: its client has the whole answer, or an error
     aborting_at: float | None = None
     overruled: RoomAbortedError | None = None  #: aborted for good while it was retracted: no further generation
+    _watcher: Callable[[RoomAbortedError], None] | None = None
 
     @property
     def key(self) -> RoomKey:
@@ -70,6 +73,27 @@ class LiveRoom:
         error = self.aborted()
         if error is not None:
             raise error
+
+    @contextmanager
+    def watched(self, told: Callable[[RoomAbortedError], None]) -> Iterator[None]:
+        """Within the block, `told` is called with the abort as soon as there is one."""
+        error = self.aborted()
+        if error is not None:
+            told(error)
+        self._watcher = told
+        try:
+            yield
+        finally:
+            self._watcher = None
+
+    def begin_abort(self, now: float) -> None:
+        """Whoever waits for the room to settle, or for its abort, or watches it, learns of the abort."""
+        self.aborting_at = now
+        self.aborting.set()
+        self.settled.set()
+        error = self.aborted()
+        if self._watcher is not None and error is not None:
+            self._watcher(error)
 
     def engines(self) -> set[str]:
         return {engine.name for engine in self.pair.engines}

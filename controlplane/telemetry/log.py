@@ -63,9 +63,13 @@ class Telemetry:
 
     def emit(self, event: Event, level: Level = "info", **fields: Any) -> None:
         """One event. None fields are left out; a RoomKey becomes `room.generation`, an Enum its value."""
+        listening = LEVELS[level] >= self._live_threshold
+        if not listening and not self.metrics.observes(event):  # most of a request's events
+            self.metrics.count(event, level)
+            return
         record = self._record(event, level, fields)
         self.metrics.observe(event, record)
-        if LEVELS[level] >= self._live_threshold:
+        if listening:
             self._hub.publish(record)
         if self._sink and LEVELS[level] >= self._threshold:
             self._sink.put(self._render(record))
@@ -145,12 +149,15 @@ def _unknown(value: Any) -> Any:
 _encoder = msgspec.json.Encoder(enc_hook=_unknown)
 
 
-def _json(record: Record) -> str:
-    return structlog.processors.JSONRenderer(_encode)(None, "", record)  # type: ignore[return-value]
-
-
 def _encode(record: Record, **_: Any) -> str:
     return _encoder.encode(record).decode()
+
+
+_json_renderer = structlog.processors.JSONRenderer(_encode)
+
+
+def _json(record: Record) -> str:
+    return _json_renderer(None, "", record)  # type: ignore[return-value]
 
 
 def _console(colors: bool) -> Callable[[Record], str]:

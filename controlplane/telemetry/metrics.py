@@ -40,6 +40,7 @@ class Metrics:
     def __init__(self) -> None:
         self.registry = CollectorRegistry()
         self._events = self._counter("events", "Events by name and level", "event", "level")
+        self._counted: dict[tuple[Event, str], Counter] = {}
         self._requests = self._counter("requests", "Requests answered by the gateway", "path", "status")
         self._request_seconds = self._histogram("request_seconds", "Request to last byte", "path")
         self._refused = self._counter("requests_refused", "Requests refused before a room was opened", "code")
@@ -77,11 +78,22 @@ class Metrics:
         }
 
     def observe(self, event: Event, record: Mapping[str, Any]) -> None:
-        """Counts one event. Thread-safe."""
-        self._events.labels(event.value, record["level"]).inc()
+        """Counts one event and what it says. Thread-safe."""
+        self.count(event, record["level"])
         observer = self._observers.get(event)
         if observer:
             observer(record)
+
+    def observes(self, event: Event) -> bool:
+        """Whether anything but the number of such events is counted."""
+        return event in self._observers
+
+    def count(self, event: Event, level: str) -> None:
+        """One more `event`, whatever it says. Thread-safe."""
+        counter = self._counted.get((event, level))
+        if counter is None:
+            counter = self._counted[event, level] = self._events.labels(event.value, level)
+        counter.inc()
 
     def render(self, status: Mapping[str, Any], engines: Iterable[Mapping[str, Any]]) -> bytes:
         """The text exposition; gauges are set from `Plane.status()` and `Plane.engines()`."""

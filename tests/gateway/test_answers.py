@@ -92,6 +92,17 @@ async def test_both_legs_get_the_same_room_and_no_other_change(tmp_path: Path) -
         assert len(running.log("prefill0", "leg")) == 1
 
 
+async def test_a_prefill_leg_without_an_end_keeps_no_answer_for_long(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        assert (await post(running, "/generate", ask(prefill={"silent": True})))[0] == 200
+
+
+async def test_a_prefill_leg_that_fails_after_the_decode_leg_ended_fails_the_answer(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        status, _, body = await post(running, "/generate", ask(prefill={"wait": 1, "status": 500}))
+        assert (status, body["error"]["code"]) == (500, "engine_fault")
+
+
 async def test_a_single_engine_serves_alone(tmp_path: Path) -> None:
     config = pair_config(tmp_path, engines=[EngineConfig(name="single0", role="single")])
     async with stage(config) as running:

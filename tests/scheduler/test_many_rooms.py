@@ -105,6 +105,27 @@ async def test_what_has_ended_is_not_in_flight() -> None:
 
 
 @pytest.mark.asyncio
+async def test_who_watches_a_room_is_told_of_its_abort_whenever_it_began() -> None:
+    desk, told = Desk(2), list[str]()
+    early, late = desk.live.values()
+    desk.abort(early, AbortSource.ADMIN, "before")
+    for live in (early, late):
+        with live.watched(lambda error: told.append(f"{error.key} {error.reason}")):
+            desk.abort(live, AbortSource.ADMIN, "meanwhile")
+            desk.abort(live, AbortSource.ADMIN, "again")
+    assert told == ["0.1 before", "1.1 meanwhile"]
+
+
+@pytest.mark.asyncio
+async def test_who_has_ceased_to_watch_a_room_is_told_nothing() -> None:
+    desk = Desk(1)
+    (live,) = desk.live.values()
+    with live.watched(lambda error: pytest.fail(f"told: {error}")):
+        pass
+    desk.abort(live, AbortSource.ADMIN, "over")
+
+
+@pytest.mark.asyncio
 async def test_a_drain_does_not_look_at_all_rooms_whenever_one_ends() -> None:
     desk = Desk(100)
     rooms, looks = list(desk.live.values()), 0

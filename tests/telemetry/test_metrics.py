@@ -38,6 +38,19 @@ def test_events_become_counters() -> None:
         assert line in text
 
 
+def test_what_nobody_listens_to_is_counted_all_the_same() -> None:
+    """No line and no record comes of these two; one of them says more than its number."""
+    telemetry = Telemetry()
+    telemetry.emit(Event.ROOM_STATE, "debug", state="landed")
+    telemetry.emit(Event.ROOM_STATE, "debug", state="verified")
+    telemetry.emit(Event.ABORT_ACKED, "debug", outcome="quiet", seconds=0.003)
+    assert telemetry.recent() == []
+    text = telemetry.metrics.render({}, []).decode()
+    assert 'dsv4ctl:events_total{event="room.state",level="debug"} 2.0' in text
+    assert 'dsv4ctl:events_total{event="abort.acked",level="debug"} 1.0' in text
+    assert 'dsv4ctl:decode_deferred_kv_release_seconds_count{outcome="quiet"} 1.0' in text
+
+
 def test_gauges_are_what_the_plane_says_now() -> None:
     metrics = Telemetry().metrics
     first = metrics.render({"rooms": {"sending": 2}}, [ENGINE]).decode()
