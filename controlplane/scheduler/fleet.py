@@ -76,7 +76,6 @@ class Engine:
     cause: str | None = None  #: why it is not ready
     restarts: int = 0
     ranks: dict[str, Rank] = field(default_factory=dict)  #: by incarnation
-    survivors: list[str] = field(default_factory=list)  #: incarnations, by rank, that its next life goes on with
 
     @property
     def name(self) -> str:

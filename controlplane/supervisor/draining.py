@@ -21,7 +21,7 @@ class Drained(NamedTuple):
 
 
 async def drain(supervisor: Supervisor, names: Iterable[str], budget: float | None) -> Drained:
-    """Drains engines; returns once they have ended or the budget is spent (they are then being killed).
+    """Drains engines; returns once they have ended or the budget is spent (they end all the same).
 
     An engine that is resumed meanwhile drops out. Nothing here waits longer than the policy's steps say.
     """
@@ -74,7 +74,7 @@ def _roles(supervisor: Supervisor, names: list[str]) -> list[tuple[str, str]]:
 async def _stop(supervisor: Supervisor, order: Iterable[str]) -> None:
     """Ends engines in order; one that was resumed meanwhile is left alone."""
     engines = [supervisor.fleet.engines[name] for name in order]
-    stopped = [engine for engine in engines if not engine.ranks or engine.state is EngineState.DRAINING]
+    stopped = [engine for engine in engines if engine.state is EngineState.DRAINING]
     for engine in stopped:
         supervisor.runners[engine.name].stop()
     await supervisor.changes.until(lambda: all(engine.state is EngineState.DRAINED for engine in stopped))

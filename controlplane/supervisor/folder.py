@@ -13,6 +13,7 @@ from pathlib import Path
 from dsv4ctl.controlplane.admin.socket import resolve
 from dsv4ctl.controlplane.config.schema import Config
 from dsv4ctl.controlplane.config.semantics import SURVIVORS
+from dsv4ctl.controlplane.supervisor.survival import anybody_left
 
 _PREFIX = "dsv4ctl-"
 #: In a temporary folder: locked for as long as its control plane lives, however that ends.
@@ -23,13 +24,14 @@ _OWNED = "owned"
 def own_folder(config: Config) -> Iterator[Path]:
     """With engines that survive, now or in an earlier run, it has a name to be found by.
 
-    That one is removed once every engine has ended in order; whoever fails before leaves it to the next start.
+    That one is removed once every engine has ended; whoever fails or is stopped before leaves it to the next start.
     """
     lasting = Path(f"{resolve(config.socket)}{SURVIVORS}")
     if lasting.exists() or any(engine.survive for engine in config.engines):
         lasting.mkdir(mode=0o700, parents=True, exist_ok=True)
         yield lasting
-        shutil.rmtree(lasting)
+        if not anybody_left(lasting):
+            shutil.rmtree(lasting)
         return
     _remove_left()
     folder = Path(tempfile.mkdtemp(prefix=_PREFIX))

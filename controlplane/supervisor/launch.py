@@ -12,7 +12,7 @@ import msgspec
 
 from dsv4ctl.controlplane.config.schema import Config, EngineConfig
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Rank
-from dsv4ctl.controlplane.supervisor.process import Health, RankProcess, start, start_tree
+from dsv4ctl.controlplane.supervisor.process import Health, start, start_tree
 from dsv4ctl.controlplane.supervisor.runner import LaunchError, Running
 from dsv4ctl.controlplane.supervisor.survival import Kept, Survivors, Wanted, digest
 
@@ -43,6 +43,7 @@ class AdapterLauncher:
         if adopted is not None:
             return adopted
         request = self._request(engine.config, ranks, next(iter(engine.ranks)))
+        told: str | None = None
         try:
             # In a thread: an adapter may ask another interpreter what is installed there.
             spec = await anyio.to_thread.run_sync(self._protocol.find(engine.config.adapter).launch, request)
@@ -51,12 +52,17 @@ class AdapterLauncher:
         if engine.config.survive:
             assert not spec.tree  # refused by its adapter's `problems`
             told = digest(self._request(engine.config))
-            return await self._registry.start(engine.name, first.number, first.incarnation, spec.argv, spec.env, told)
-        if spec.tree:
-            process: RankProcess = await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
+            process: Running = await self._registry.start(first.incarnation, spec.argv, spec.env)
+        elif spec.tree:
+            process = await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
         else:
             process = await start(spec.argv, spec.env)
-        self._registry.note(engine.name, first.number, first.incarnation, process.pid)
+        try:
+            self._registry.note(engine.name, first.number, first.incarnation, process.pid, told)
+        except OSError:  # nobody would find it again
+            process.kill()
+            await process.reaped()
+            raise
         return process
 
     async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:

@@ -169,8 +169,13 @@ class SupervisedPlane:
 
     async def flush_caches(self) -> str | None:
         """None, or which rank did not drop every cached page, and why."""
+        failed = [
+            f"{name}: it is not known yet whether it survived"
+            for name, runner in self._supervisor.runners.items()
+            if not runner.settled
+        ]
         answers = await self._supervisor.query_all("flush", FLUSH_DEADLINE)
-        failed = [f"{a['engine']} rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
+        failed += [f"{a['engine']} rank {a['rank']}: {a['error']}" for a in answers if "error" in a]
         return "; ".join(failed) or None
 
     def _names(self, asked: list[str]) -> list[str]:

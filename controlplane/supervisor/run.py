@@ -56,7 +56,11 @@ async def run(
 
 
 async def serve(supervisor: Supervisor, plane: SupervisedPlane, ready: Callable[[Plane], None]) -> int:
-    """The engines' lives. When this returns, every engine process is reaped."""
+    """The engines' lives. When this returns, every engine process is reaped.
+
+    But for those of an earlier control plane that a second signal leaves in the registry: it does not wait until they
+    are adopted. The first does, as every drain.
+    """
     code = GIVEN_UP
     async with anyio.create_task_group() as tasks:
         tasks.start_soon(_signals, plane, tasks)

@@ -90,6 +90,8 @@ class EngineRunner:
         self._telemetry = telemetry
         self._changes = changes
         self._random_bits = random_bits
+        self.settled = False  #: it is known whether an earlier control plane left its processes
+        self._adopts = False  #: it did, and they are to be this engine's next life
         self._wanted = True
         self._failures: list[float] = []
         self._over = anyio.Event()  #: this life is to end
@@ -119,9 +121,20 @@ class EngineRunner:
         self._desk.lost(self.engine.ranks, f"{self.engine.name}: {cause}")
         self._changes.notify()
 
+    def settle(self, survivors: Sequence[str]) -> None:
+        """What earlier control planes left of it: incarnations by rank, whose life goes on; or nothing.
+
+        Whatever was asked for before holds of that life too: one that is stopped is adopted all the same, and ended.
+        """
+        self.settled = True
+        self._adopts = bool(survivors)
+        self._begin(survivors)
+        if self.engine.state is EngineState.DRAINING and not survivors:
+            self.stop()
+
     def drain(self) -> None:
         """Takes no new room; what it has goes on. Between two lives it has none, and ends here."""
-        if self.engine.ranks:
+        if self._may_live:
             self._enter(EngineState.DRAINING)
         else:
             self.stop()
@@ -130,7 +143,7 @@ class EngineRunner:
         """It is not wanted any more. Its rooms are the caller's business."""
         self._wanted = False
         self._over.set()
-        self._enter(self.engine.state if self.engine.ranks else EngineState.DRAINED)
+        self._enter(self.engine.state if self._may_live else EngineState.DRAINED)
 
     def start_again(self) -> None:
         """Wanted (again): readmits a draining engine, starts a drained or failed one."""
@@ -139,6 +152,11 @@ class EngineRunner:
         if self.engine.state is EngineState.DRAINING:
             self._enter(self._readmitted())
         self._changes.notify()
+
+    @property
+    def _may_live(self) -> bool:
+        """It has processes, or nobody knows yet."""
+        return bool(self.engine.ranks) or not self.settled
 
     def _readmitted(self) -> EngineState:
         if self._over.is_set():
@@ -155,7 +173,7 @@ class EngineRunner:
     async def run(self, beat: Callable[[], None]) -> None:
         while True:
             beat()
-            await self._changes.until(lambda: self._wanted)
+            await self._changes.until(lambda: self._wanted or self._adopts)
             await self._life()
             if self._wanted and self.engine.state is not EngineState.DRAINING:
                 if self._cause is not None:
@@ -188,23 +206,20 @@ class EngineRunner:
 
     async def _life(self) -> None:
         """From its incarnations, fresh ones or survivors, to the last process gone."""
-        self._over, self._cause = anyio.Event(), None
-        self._ended_itself, self._served, self._last_words = False, False, ""
         engine = self.engine
-        fresh = [f"{self._random_bits(128):032x}" for _ in range(engine.config.ranks)]
-        adopts, engine.survivors = engine.survivors, []
-        ranks = [
-            Rank(engine.name, number, incarnation, history=history(self._deadlines.wedge))
-            for number, incarnation in enumerate(adopts or fresh)
-        ]
-        engine.ranks = {rank.incarnation: rank for rank in ranks}
-        self._enter(EngineState.STARTING)
+        adopts, self._adopts = self._adopts, False
+        if not adopts:
+            self._over, self._cause = anyio.Event(), None
+            self._begin([f"{self._random_bits(128):032x}" for _ in range(engine.config.ranks)])
+            self._enter(EngineState.STARTING)
+        self._ended_itself, self._served, self._last_words = False, False, ""
+        ranks = list(engine.ranks.values())
         started: list[Started] = []
         async with anyio.create_task_group() as tasks:
             try:
-                each = len(ranks) // self._launcher.processes_of(engine)
+                each = 1 if adopts else len(ranks) // self._launcher.processes_of(engine)
                 for first in range(0, len(ranks), each):
-                    process = await self._start(ranks[first : first + each], tasks, bool(adopts))
+                    process = await self._start(ranks[first : first + each], tasks, adopts)
                     started.append(process)
                 await self._until_over(ranks, [process for process, _ in started])
                 if self._cause is None:
@@ -217,6 +232,13 @@ class EngineRunner:
                 tasks.cancel_scope.cancel()
         if self._ended_itself and self._last_words:
             self._cause = self.engine.cause = f"{self._cause}: {self._last_words}"
+
+    def _begin(self, incarnations: Sequence[str]) -> None:
+        ranks = [
+            Rank(self.engine.name, number, incarnation, history=history(self._deadlines.wedge))
+            for number, incarnation in enumerate(incarnations)
+        ]
+        self.engine.ranks = {rank.incarnation: rank for rank in ranks}
 
     async def _start(self, ranks: Sequence[Rank], tasks: TaskGroup, adopts: bool) -> Started:
         for rank in () if adopts else ranks:

@@ -73,8 +73,9 @@ class Supervisor:
     async def start(self, tasks: TaskGroup) -> None:
         """Starts every loop in `tasks`; returns once the link socket accepts. Raises OSError."""
         self._tasks = tasks
-        for name, incarnations in (await self._launcher.survivors(self._not_adopted)).items():
-            self.fleet.engines[name].survivors = incarnations
+        survivors = await self._launcher.survivors(self._not_adopted)
+        for name, runner in self.runners.items():
+            runner.settle(survivors.get(name, []))
         self.loops = Loops(self.telemetry, tasks)
         await tasks.start(self.links.serve)
         self.loops.start("deadlines", self.desk.keep_deadlines)

@@ -11,7 +11,7 @@ import os
 import select
 import signal
 import subprocess
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from pathlib import Path
 from typing import NamedTuple
@@ -51,56 +51,53 @@ def digest(request: msgspec.Struct) -> str:
 
 
 class Survivors:
-    """The registry of one control plane. An entry is written when its process has started."""
+    """The registry of one control plane. `note` writes an entry when its process has started."""
 
     def __init__(self, folder: Path) -> None:
         self.folder = folder
         self._kept: dict[str, Kept] = {}  #: by incarnation
+        self._going_on: dict[str, SurvivingProcess] = {}  #: by incarnation, until it is adopted
 
     async def settle(self, wanted: Mapping[str, Wanted], refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
         """The engines that go on: by name the incarnations of their ranks.
 
         Every other process of the registry is killed, and proven to be gone, when this returns: `refused` is told
-        of each and why. Raises OSError for a registry that cannot be read, or is none.
+        of each and why. Cancelled before, it has written nothing: the next look finds what is left. Raises OSError
+        for a registry that cannot be read, or is none.
         """
-        self._kept = {kept.incarnation: kept for kept in self._read() if _lives(kept)}
-        going_on: dict[str, list[str]] = {}
-        for name in {kept.engine for kept in self._kept.values()}:
-            ranks = sorted((kept for kept in self._kept.values() if kept.engine == name), key=lambda kept: kept.rank)
-            reason = _unfit(ranks, wanted.get(name))
-            if reason is None:
-                going_on[name] = [kept.incarnation for kept in ranks]
-                continue
-            for kept in ranks:
+        found = {kept: self._process(kept, fd) for kept in _read(self.folder) if (fd := _pidfd(kept)) is not None}
+        while unfit := _unfit(found, wanted):
+            for kept, reason in unfit.items():
                 refused(kept, reason)
-                await _end(kept)
-                del self._kept[kept.incarnation]
-        return going_on
+                if kept.told is not None:  # what does not survive is ending already, and may have children to kill
+                    found[kept].kill()
+            for kept in unfit:
+                await found[kept].reaped()
+            for kept in [kept for kept, process in found.items() if process.ended]:  # others may have died meanwhile
+                await found.pop(kept).close()
+        self._kept = {kept.incarnation: kept for kept in found}
+        self._going_on = {kept.incarnation: process for kept, process in found.items()}
+        return {kept.engine: [rank.incarnation for rank in _ranks(found, kept.engine)] for kept in found}
 
     def adopted(self, incarnation: str) -> SurvivingProcess | None:
-        """The living process of an incarnation that goes on."""
-        kept = self._kept.get(incarnation)
-        fd = None if kept is None else _pidfd(kept)
-        return None if kept is None or fd is None else SurvivingProcess(kept, fd, self.folder)
+        """The process of an incarnation that goes on, once. It may have ended since it was found."""
+        return self._going_on.pop(incarnation, None)
 
-    async def start(
-        self, engine: str, rank: int, incarnation: str, argv: Sequence[str], env: Mapping[str, str], told: str
-    ) -> SurvivingProcess:
+    async def start(self, incarnation: str, argv: Sequence[str], env: Mapping[str, str]) -> SurvivingProcess:
         """Starts `argv` with `env` added to our environment, as leader of its own session. Raises OSError."""
-        out, err = (_output(self.folder, incarnation, stream) for stream in ("stdout", "stderr"))
+        outputs = _outputs(self.folder, incarnation)
 
         def popen() -> subprocess.Popen[bytes]:
-            with open(out, "wb") as stdout, open(err, "wb") as stderr:
+            with open(outputs["stdout"], "wb") as stdout, open(outputs["stderr"], "wb") as stderr:
                 return subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                     env={**os.environ, **env}, start_new_session=True,
                 )  # fmt: skip
 
         child = await anyio.to_thread.run_sync(popen)
-        kept = self.note(engine, rank, incarnation, child.pid, told)
-        return SurvivingProcess(kept, os.pidfd_open(child.pid), self.folder, child)
+        return SurvivingProcess(child.pid, os.pidfd_open(child.pid), outputs, child)
 
-    def note(self, engine: str, rank: int, incarnation: str, pid: int, told: str | None = None) -> Kept:
+    def note(self, engine: str, rank: int, incarnation: str, pid: int, told: str | None = None) -> None:
         """Writes a child of ours into the registry, and what is gone out of it. Raises OSError."""
         kept = Kept(engine=engine, rank=rank, incarnation=incarnation, pid=pid, born=_born(pid) or 0, told=told)
         self._kept = {key: value for key, value in self._kept.items() if _lives(value)}
@@ -108,31 +105,36 @@ class Survivors:
         new = self.folder / f"{_REGISTRY}.new"
         new.write_bytes(msgspec.json.encode(list(self._kept.values())))
         new.replace(self.folder / _REGISTRY)
-        return kept
 
-    def _read(self) -> list[Kept]:
-        try:
-            return msgspec.json.decode((self.folder / _REGISTRY).read_bytes(), type=list[Kept])
-        except FileNotFoundError:
-            return []
-        except msgspec.DecodeError as error:
-            raise OSError(f"{self.folder / _REGISTRY} is no registry of engines ({error}): remove it") from error
+    def _process(self, kept: Kept, fd: int) -> SurvivingProcess:
+        return SurvivingProcess(kept.pid, fd, _outputs(self.folder, kept.incarnation))
+
+
+def anybody_left(folder: Path) -> bool:
+    """Whether a process of its registry lives. Raises OSError like `settle`."""
+    return any(map(_lives, _read(folder)))
 
 
 class SurvivingProcess:
     """A `Running` that may be our child, or that of a control plane that is gone."""
 
-    def __init__(self, kept: Kept, fd: int, folder: Path, child: subprocess.Popen[bytes] | None = None) -> None:
+    def __init__(
+        self, pid: int, fd: int, outputs: Mapping[str, Path], child: subprocess.Popen[bytes] | None = None
+    ) -> None:
+        """`fd`: a descriptor of the process, ours from now on; `outputs`: its file for each stream."""
         self.argv: tuple[str, ...] = () if child is None else tuple(map(str, child.args))  # type: ignore[arg-type]
-        self.pid = kept.pid
+        self.pid = pid
         self.relayed = anyio.Event()
         self._fd = fd
         self._child = child
         self._over = anyio.Event()
-        outputs = {stream: _output(folder, kept.incarnation, stream) for stream in ("stdout", "stderr")}
         #: Of an adopted one, what it wrote before was relayed by its first control plane, or by nobody.
-        self._read_to = {path: path.stat().st_size if child is None else 0 for path in outputs.values()}
+        self._read_to = {path: _size(path) if child is None else 0 for path in outputs.values()}
         self._outputs = outputs
+
+    @property
+    def ended(self) -> bool:
+        return self._over.is_set() or _ended(self._fd)
 
     async def serving(self) -> None:
         return
@@ -186,7 +188,27 @@ class SurvivingProcess:
         return data
 
 
-def _unfit(ranks: Sequence[Kept], wanted: Wanted | None) -> str | None:
+def _read(folder: Path) -> list[Kept]:
+    try:
+        return msgspec.json.decode((folder / _REGISTRY).read_bytes(), type=list[Kept])
+    except FileNotFoundError:
+        return []
+    except msgspec.DecodeError as error:
+        raise OSError(f"{folder / _REGISTRY} is no registry of engines ({error}): remove it") from error
+
+
+def _ranks(living: Iterable[Kept], engine: str) -> list[Kept]:
+    return sorted((kept for kept in living if kept.engine == engine), key=lambda kept: kept.rank)
+
+
+def _unfit(living: Iterable[Kept], wanted: Mapping[str, Wanted]) -> dict[Kept, str]:
+    """Those that do not go on, and why: all ranks of an engine or none."""
+    living = list(living)
+    reasons = {name: _reason(_ranks(living, name), wanted.get(name)) for name in {kept.engine for kept in living}}
+    return {kept: reason for kept in living if (reason := reasons[kept.engine]) is not None}
+
+
+def _reason(ranks: Sequence[Kept], wanted: Wanted | None) -> str | None:
     """Why these ranks of one engine do not go on, or None."""
     if wanted is None:
         return "the configuration has no such engine that survives"
@@ -197,25 +219,13 @@ def _unfit(ranks: Sequence[Kept], wanted: Wanted | None) -> str | None:
     return None
 
 
-async def _end(kept: Kept) -> None:
-    """Kills it and waits until it is gone. No deadline: nothing else proves that it writes no more.
-
-    What does not survive is ending already, and may have children to kill first.
-    """
-    fd = _pidfd(kept)
-    if fd is None:
-        return
-    try:
-        if kept.told is not None:
-            with suppress(ProcessLookupError):
-                signal.pidfd_send_signal(fd, signal.SIGKILL)
-        await anyio.wait_readable(fd)
-    finally:
-        os.close(fd)
+def _outputs(folder: Path, incarnation: str) -> dict[str, Path]:
+    return {stream: folder / f"{incarnation}.{stream}" for stream in ("stdout", "stderr")}
 
 
-def _output(folder: Path, incarnation: str, stream: str) -> Path:
-    return folder / f"{incarnation}.{stream}"
+def _size(path: Path) -> int:
+    """0 for a file that is not there: what does not survive writes none."""
+    return path.stat().st_size if path.exists() else 0
 
 
 def _pidfd(kept: Kept) -> int | None:
@@ -224,12 +234,17 @@ def _pidfd(kept: Kept) -> int | None:
         fd = os.pidfd_open(kept.pid)
     except ProcessLookupError:
         return None
-    over = select.poll()
-    over.register(fd, select.POLLIN)
-    if _born(kept.pid) == kept.born and not over.poll(0):
+    if _born(kept.pid) == kept.born and not _ended(fd):
         return fd
     os.close(fd)
     return None
+
+
+def _ended(fd: int) -> bool:
+    """Whether the process that a descriptor stands for is gone."""
+    over = select.poll()
+    over.register(fd, select.POLLIN)
+    return bool(over.poll(0))
 
 
 def _lives(kept: Kept) -> bool:

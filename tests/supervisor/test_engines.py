@@ -196,6 +196,33 @@ async def test_an_engine_that_dies_while_it_drains_is_drained(tmp_path: Path) ->
         assert running.telemetry.of(Event.ENGINE_RESTARTING) == []
 
 
+async def test_an_engine_that_is_resumed_and_dies_while_others_drain_is_not_drained(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its next life is still to come when the drain stops the others."""
+    monkeypatch.setitem(restart.POLICIES, "late", lambda: restart.Backoff(initial=600.0, cap=600.0))
+    engines = [EngineConfig(name="prefill0", role="prefill")]
+    engines += [EngineConfig(name=f"decode{number}", role="decode") for number in range(2)]
+    config = pair_config(tmp_path, engines=engines, policies=PoliciesConfig(restart="late"))
+    async with stage(config) as running:
+
+        async def request() -> None:
+            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 503
+
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(request)
+            await until(lambda: running.ranks["decode0"].running == 1)
+            running.tasks.start_soon(running.plane.drain, [], 600.0)
+            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+            assert (await running.plane.resume(["decode1"]))["resumed"] == ["decode1"]
+            running.processes["decode1"].kill()
+            await until(lambda: bool(running.telemetry.of(Event.ENGINE_RESTARTING)))
+            await running.plane.abort(None, "over")
+        await until(lambda: bool(running.telemetry.of(Event.DRAIN_DONE)))
+        assert running.telemetry.of(Event.DRAIN_DONE)[0]["engines"] == ["prefill0", "decode0"]
+        assert await _state(running, "decode1") == "restarting"
+
+
 async def test_a_wedged_engine_that_gives_no_evidence_is_ended_all_the_same(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path, limits=LimitsConfig(quarantine_max=4))) as running:
         first = running.ranks["decode0"]

@@ -3,17 +3,21 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import AsyncIterator, Iterator
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import NamedTuple
+from unittest.mock import ANY
 
 import anyio
 import msgspec
 import pytest
 
-from dsv4ctl.controlplane.supervisor.survival import Kept, SurvivingProcess, Survivors, Wanted
-from running import PATIENCE
+from dsv4ctl.controlplane.supervisor.survival import Kept, SurvivingProcess, Survivors, Wanted, anybody_left
+from running import PATIENCE, until
 
 pytestmark = pytest.mark.asyncio
 
@@ -26,7 +30,8 @@ async def main():
     survivors = Survivors(Path(sys.argv[1]))
     for rank in (0, 1):
         argv = (sys.executable, "-c", "print('said', flush=True); import time; time.sleep(600)")
-        process = await survivors.start("e", rank, f"incarnation{rank}", argv, {}, "told")
+        process = await survivors.start(f"incarnation{rank}", argv, {})
+        survivors.note("e", rank, f"incarnation{rank}", process.pid, "told")
         print(process.pid, flush=True)
     os._exit(0)
 anyio.run(main)
@@ -116,28 +121,86 @@ async def test_a_pid_that_is_somebody_else_s_now_is_left_alone(tmp_path: Path, p
     assert all(_alive(pid) for pid in pids)
 
 
-async def test_what_ends_with_its_control_plane_is_waited_for_not_killed(tmp_path: Path, pids: list[int]) -> None:
-    """It may have children to kill first."""
-    survivors = Survivors(tmp_path)
-    child = await anyio.open_process([sys.executable, "-c", "import time; time.sleep(600)"])
-    survivors.note("f", 0, "incarnation2", child.pid)
-    reasons: list[str] = []
-    over = anyio.Event()
+class Waiting(NamedTuple):
+    """Of a `settle` under way: what it said of whom, whom it waits for, and what it found once it is over."""
+
+    reasons: dict[str, str]
+    child: subprocess.Popen[bytes]
+    found: list[dict[str, list[str]]]
+
+
+def _sleeping() -> subprocess.Popen[bytes]:
+    return subprocess.Popen(["sleep", "600"])
+
+
+@asynccontextmanager
+async def waiting(folder: Path, wanted: dict[str, Wanted]) -> AsyncIterator[Waiting]:
+    """The first entry of the registry is of a process that does not survive and takes its time to end."""
+    child = _sleeping()
+    before = _registry(folder)
+    survivors = Survivors(folder)
+    survivors.note("f", 0, "first", child.pid)
+    (folder / "engines.json").write_bytes(msgspec.json.encode([*_registry(folder), *before]))
+    told = Waiting({}, child, [])
 
     async def settle() -> None:
-        await survivors.settle(WANTED, lambda kept, reason: reasons.append(reason))
-        over.set()
+        told.found.append(
+            await survivors.settle(wanted, lambda kept, reason: told.reasons.update({kept.incarnation: reason}))
+        )
 
     with anyio.fail_after(PATIENCE):
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(settle)
-            while not reasons:  # noqa: ASYNC110 - what is waited for knows nothing of this test
-                await anyio.sleep(0.005)
-            assert child.returncode is None
-            assert not over.is_set()
+        try:
+            async with anyio.create_task_group() as tasks:
+                tasks.start_soon(settle)
+                await until(lambda: "first" in told.reasons)
+                yield told
+                tasks.cancel_scope.cancel()
+        finally:
             child.kill()
-            await over.wait()
-            await child.aclose()
+            child.wait()
+
+
+async def test_what_ends_with_its_control_plane_is_waited_for_not_killed(tmp_path: Path, pids: list[int]) -> None:
+    """It may have children to kill first."""
+    async with waiting(tmp_path, WANTED) as told:
+        assert (told.child.poll(), told.found) == (None, [])
+        told.child.kill()
+        await until(lambda: told.found == [{"e": ["incarnation0", "incarnation1"]}])
+        assert all(_alive(pid) for pid in pids)
+
+
+async def test_whoever_is_to_end_is_killed_before_anybody_is_waited_for(tmp_path: Path, pids: list[int]) -> None:
+    async with waiting(tmp_path, {}) as told:
+        await until(lambda: not any(_alive(pid) for pid in pids))
+        assert set(told.reasons) == {"first", "incarnation0", "incarnation1"}
+        assert (told.child.poll(), told.found) == (None, [])
+        told.child.kill()
+        await until(lambda: told.found == [{}])
+
+
+async def test_an_engine_that_loses_a_rank_while_another_is_waited_for_does_not_go_on(
+    tmp_path: Path, pids: list[int]
+) -> None:
+    async with waiting(tmp_path, WANTED) as told:
+        assert set(told.reasons) == {"first"}
+        os.kill(pids[1], signal.SIGKILL)
+        await until(lambda: not _alive(pids[1]))
+        told.child.kill()
+        await until(lambda: told.found == [{}])
+        assert told.reasons["incarnation0"] == "of 2 ranks there are left: 0"
+        assert "incarnation1" not in told.reasons
+        assert not _alive(pids[0])
+
+
+async def test_who_looks_after_one_that_was_cancelled_finds_what_is_left(tmp_path: Path, pids: list[int]) -> None:
+    async with waiting(tmp_path, WANTED):
+        assert anybody_left(tmp_path)
+    _, going_on, reasons = await _settle(tmp_path, WANTED)
+    assert (going_on, reasons) == ({"e": ["incarnation0", "incarnation1"]}, [])
+    async with waiting(tmp_path, {"e": Wanted(2, "other")}):
+        await until(lambda: not any(_alive(pid) for pid in pids))
+    assert await _settle(tmp_path, WANTED) == (ANY, {}, [])
+    assert not anybody_left(tmp_path)
 
 
 async def test_a_registry_that_is_none_is_named(tmp_path: Path) -> None:
@@ -149,7 +212,7 @@ async def test_a_registry_that_is_none_is_named(tmp_path: Path) -> None:
 async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
     survivors = Survivors(tmp_path)
     argv = (sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
-    process = await survivors.start("e", 0, "incarnation0", argv, {}, "told")
+    process = await survivors.start("incarnation0", argv, {})
     lines: list[tuple[str, str]] = []
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
@@ -157,4 +220,4 @@ async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
             assert await process.reaped() == 3
     await process.close()
     assert sorted(lines) == [("stderr", "two"), ("stdout", "one")]
-    assert os.listdir(tmp_path) == ["engines.json"]
+    assert os.listdir(tmp_path) == []

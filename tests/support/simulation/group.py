@@ -100,6 +100,11 @@ class Group:
         self._answers: list[Answer] = []
         self._round_due = self._step_due = self._look_due = False
 
+    @property
+    def whole(self) -> bool:
+        """Every rank lives."""
+        return len(self.ranks) == len(self.numbers) and not any(rank.stopped for rank in self.ranks)
+
     def work(self) -> int:
         return len(self._submitted) + len(self.running)
 

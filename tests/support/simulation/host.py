@@ -72,6 +72,8 @@ class Host:
         self.groups: dict[str, Group] = {}  #: by the first incarnation
         self.listener = MemoryListener()
         self.plane_life = 0  #: counts the control planes that died
+        self.held: set[str] = set()  #: incarnations that the present one started or adopted
+        self._going_on: dict[str, Rank] = {}
         self._faults: dict[tuple[str, int], Faults] = {}
         self._wires: dict[tuple[str, str], Wire] = {}
         self._pids = itertools.count(100)
@@ -88,19 +90,19 @@ class Host:
 
     async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
         """Engines of which every rank lives; the rest of those that an earlier control plane left is killed."""
-        found: dict[str, list[str]] = {}
-        for group in list(self.groups.values()):
-            if len(group.ranks) == len(group.numbers) and not any(rank.stopped for rank in group.ranks):
-                found[group.name] = [rank.incarnation for rank in group.ranks]
-                continue
-            for rank in group.ranks:
+        while unfit := [group for group in self.groups.values() if not group.whole]:
+            for rank in [rank for group in unfit for rank in group.ranks]:
                 rank.end(-signal.SIGKILL)
+            for rank in [rank for group in unfit for rank in group.ranks]:
                 await rank.reaped()
-        return found
+        found = {group.name: group.ranks for group in self.groups.values()}
+        self._going_on = {rank.incarnation: rank for ranks in found.values() for rank in ranks}
+        return {name: [rank.incarnation for rank in ranks] for name, ranks in found.items()}
 
     async def __call__(self, engine: Engine, ranks: Sequence[Planned]) -> Process:
         (planned,) = ranks
-        adopted = self.ranks.get(planned.incarnation)
+        self.held.add(planned.incarnation)
+        adopted = self._going_on.pop(planned.incarnation, None)
         if adopted is not None:
             return Process(self, adopted)
         name = next(iter(engine.ranks))

@@ -133,6 +133,13 @@ def _stream_just_ends(real: Any) -> Any:
     return end_stream
 
 
+def _adopted_only_if_wanted(real: Any) -> Any:
+    def settle(runner: EngineRunner, survivors: Any) -> None:
+        real(runner, survivors if runner._wanted else ())
+
+    return settle
+
+
 MUTANTS: tuple[Mutant, ...] = (
     Mutant("an abort is not sent again", 1, AbortLog, "due", _sent_once),
     Mutant("a fence is told to no peer", 4, RoomDesk, "gone", _fence_told_to_nobody),
@@ -148,4 +155,5 @@ MUTANTS: tuple[Mutant, ...] = (
     Mutant("a drain never ends", 0, RoomDesk, "until_empty", _waits_for_ever),
     Mutant("an error in the middle of a stream is not told", 1, Completions, "_end_stream", _stream_just_ends),
     Mutant("a drain stops engines without aborting what is left", 11, draining, "_abort", lambda real: lambda *_: []),
+    Mutant("what is drained before it is adopted is forgotten", 8, EngineRunner, "settle", _adopted_only_if_wanted),
 )

@@ -23,6 +23,10 @@ HARSH: tuple[Kind, ...] = (
     "kill", "kill", "pause", "pause", "partition", "break_link", "peer_break", "write_lost", "write_lost",
     "clock_jump", "drain_all", "restart", "crash", "wedge",
 )  # fmt: skip
+#: What may befall a control plane that does not know yet which engines survived the one before.
+_MEANWHILE: tuple[Kind, ...] = ("restart", "restart", "drain_all", "drain_engine", "kill", "crash")
+#: Seconds from a crash to the next control plane, and of its wait for a rank that is killed.
+_DOWN, _SETTLING = 1.5, 0.1
 
 
 class Client(msgspec.Struct, frozen=True):
@@ -110,7 +114,7 @@ def small(seed: int) -> Plan:
         fault for _ in range(random.randint(1, 3)) for fault in _pair(random, kinds, deployment, _near(random, bursts))
     )
     if deployment.survive:
-        faults = (*faults, Fault("crash", round(_near(random, bursts), 4)))
+        faults = (*faults, *_crash(random, deployment, _near(random, bursts)))
     seconds = max(event.at for event in (*clients, *faults)) + 1.0
     return Plan(seed, deployment, seconds, clients, faults)
 
@@ -169,6 +173,15 @@ def _pair(random: Random, kinds: tuple[Kind, ...], deployment: Deployment, at: f
     target = random.choice((first, second))
     during = round(first.at + random.uniform(0.0, min(first.seconds, 2.0)), 4)
     yield msgspec.structs.replace(second, at=during, target=target.target, rank=target.rank)
+
+
+def _crash(random: Random, deployment: Deployment, at: float) -> Iterator[Fault]:
+    """The control plane dies; often a rank does just before the next one, which is told something while it waits."""
+    yield Fault("crash", round(at, 4))
+    if random.random() < 0.5:
+        yield _fault(random, ("kill",), deployment, at + _DOWN - random.uniform(0.0, _SETTLING))
+        for _ in range(random.choice((1, 1, 2))):
+            yield _fault(random, _MEANWHILE, deployment, at + _DOWN + random.uniform(0.0, _SETTLING))
 
 
 def _fault(random: Random, kinds: tuple[Kind, ...], deployment: Deployment, at: float) -> Fault:

@@ -190,6 +190,7 @@ class World:
                 self.plane = SupervisedPlane(self.supervisor)
                 session: Any = Session(self.host.server)
                 self.clients.gateway = Completions(self.config.gateway, self.supervisor.desk, session, self._telemetry)
+                self.host.held.clear()
                 self._last_code, self._crashed = None, False
                 self._last_code = await serve(self.supervisor, self.plane, lambda plane: None)
                 self.supervisor.desk.refusing = "stopped"
@@ -199,8 +200,20 @@ class World:
             self.tell(f"the control plane ended: {self._last_code}")
             self.clients.cut_off()
             await anyio.sleep(0.5)
-            if self.host.ranks and not (self._crashed and self.plan.deployment.survive):
-                self.violated("S5", f"the control plane ended, and {len(self.host.ranks)} ranks live")
+            left = self._left_behind()
+            if left:
+                self.violated("S5", f"the control plane ended, and {len(left)} ranks live")
+
+    def _left_behind(self) -> list[str]:
+        """Ranks that live and that no next control plane is to go on with.
+
+        One that is stopped before it has adopted them leaves them as it found them.
+        """
+        if not self.plan.deployment.survive or self._last_code == DRAINED:
+            return list(self.host.ranks)
+        return (
+            [] if self._crashed else [incarnation for incarnation in self.host.ranks if incarnation in self.host.held]
+        )
 
     def signal(self) -> None:
         """SIGTERM, as an operator or systemd sends it."""
