@@ -10,8 +10,8 @@ from collections.abc import Sequence
 from contextlib import suppress
 from pathlib import Path
 
-#: For a scheduler's main thread and for the one that drives its transfers.
-EACH = 2
+#: For a scheduler's main thread, the one that drives its transfers, and the processes around it.
+EACH = 4
 
 
 def pin(ports: Sequence[int]) -> dict[int, list[int]]:

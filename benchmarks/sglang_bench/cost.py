@@ -24,7 +24,7 @@ class Load(NamedTuple):
 
 
 BURST = Load(32, 32, 900, 96)
-STEADY = Load(128, 32, 900, 96)
+STEADY = Load(96, 32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
 AGAIN = Load(24, 24, 2900, 32, again=True)
 
@@ -32,7 +32,10 @@ AGAIN = Load(24, 24, 2900, 32, again=True)
 async def turns(
     arms: Mapping[str, Client], results: Results, key: str, *, rounds: int, deadline: float, load: Load
 ) -> None:
-    """Each round asks each arm once, the order alternating; the first round warms up and is not counted."""
+    """Each round asks each arm once, the order alternating; the first round warms up and is not counted.
+
+    `ratios`: tokens/s of the last arm over those of the first, round by round.
+    """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     firsts: dict[str, list[float]] = {name: [] for name in arms}
     cached: dict[str, int] = dict.fromkeys(arms, 0)
@@ -49,7 +52,11 @@ async def turns(
                 firsts[name] += [reply.first for reply in replies if reply.first is not None]
                 cached[name] += sum(reply.cached or 0 for reply in replies)
         rows = {name: _row(speeds[name], firsts[name], cached[name]) for name in arms}
-        results.put(key, load=load._asdict(), rounds=turn, errors=errors[:3], **rows)
+        first, *_, last = speeds.values()
+        ratios = [round(other / base, 3) for base, other in zip(first, last, strict=True)]
+        results.put(
+            key, load=load._asdict(), rounds=turn, errors=errors[:3], ratios=ratios, ratio=spread(ratios), **rows
+        )
         if time.monotonic() > deadline:
             return
 

@@ -34,8 +34,8 @@ async def costs(bench: Bench) -> None:
 
     arms: dict[str, Client] = {"hooks_off": plain, "hooks_on": hooked}
     await warm([*with_hooks, *off], *arms.values())
-    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 6, 130.0, cost.STEADY))
-    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 70.0, cost.BURST))
+    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 16, 290.0, cost.STEADY))
+    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return
     for server in servers:
