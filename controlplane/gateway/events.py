@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
-
 import msgspec
 
 #: A longer event is no event: the stream is given up.
 MAX_EVENT_BYTES = 16 * 1024 * 1024
 DONE = b"[DONE]"
+_ENDS = (b"\n\n", b"\r\n\r\n")
 
 
 class EventError(ValueError):
@@ -19,21 +18,20 @@ class EventCutter:
     """Bytes in, whole events out (each with its blank line)."""
 
     def __init__(self) -> None:
-        self._buffer = bytearray()
+        self._rest = b""  #: of an event whose end is still to come
 
-    def feed(self, data: bytes) -> Iterator[bytes]:
-        """Yields each event completed by `data`. Raises EventError above `MAX_EVENT_BYTES`."""
-        self._buffer += data
-        while (end := self._end()) is not None:
-            event = bytes(self._buffer[:end])
-            del self._buffer[:end]
-            yield event
-        if len(self._buffer) > MAX_EVENT_BYTES:
+    def feed(self, data: bytes) -> list[bytes]:
+        """The events completed by `data`. Raises EventError above `MAX_EVENT_BYTES`."""
+        events, begin, at = [], 0, len(self._rest)
+        data = self._rest + data
+        while at := data.find(b"\n", at) + 1:  # a search for one byte is many times faster than for the whole mark
+            if data.endswith(_ENDS, begin, at):
+                events.append(data[begin:at])
+                begin = at
+        self._rest = data[begin:]
+        if len(self._rest) > MAX_EVENT_BYTES:
             raise EventError(f"an event of more than {MAX_EVENT_BYTES} bytes")
-
-    def _end(self) -> int | None:
-        ends = [at + len(mark) for mark in (b"\n\n", b"\r\n\r\n") if (at := self._buffer.find(mark)) >= 0]
-        return min(ends, default=None)
+        return events
 
 
 def is_done(event: bytes) -> bool:
@@ -42,7 +40,7 @@ def is_done(event: bytes) -> bool:
 
 def error_in(event: bytes) -> bytes | None:
     """The JSON of an event that is an error, or None."""
-    if not event.startswith(b"data:") or b'"error"' not in event[:64]:
+    if not event.startswith(b"data:") or event.find(b'"error"', 0, 64) < 0:
         return None
     payload = event[5:].strip()
     try:

@@ -108,10 +108,16 @@ def test_a_prompt_of_no_kind_is_refused(prompt: Any) -> None:
     assert refused.value.param == "text"
 
 
-@given(some.lists(some.binary(min_size=1).filter(lambda b: b"\n" not in b and b"\r" not in b)), some.data())
-def test_events_come_out_whole_however_they_arrive(payloads: list[bytes], data: some.DataObject) -> None:
-    events = [b"data: " + payload + b"\n\n" for payload in payloads]
-    raw = b"".join(events) + b"data: half"
+_LINE = some.binary(min_size=1).filter(lambda line: not {10, 13} & set(line))
+
+
+@given(some.lists(some.tuples(some.lists(_LINE, min_size=1), some.sampled_from([b"\n", b"\r\n"]))), some.data())
+def test_events_come_out_whole_however_they_arrive(
+    sent: list[tuple[list[bytes], bytes]], data: some.DataObject
+) -> None:
+    """Of one line or several, by either way to end a line."""
+    events = [b"".join(b"data: " + line + end for line in lines) + end for lines, end in sent]
+    raw = b"".join(events) + b"data: half\n"
     cutter, found, at = EventCutter(), [], 0
     while at < len(raw):
         step = data.draw(some.integers(1, len(raw)))
@@ -120,9 +126,13 @@ def test_events_come_out_whole_however_they_arrive(payloads: list[bytes], data: 
     assert found == events
 
 
-def test_an_event_without_end_is_given_up() -> None:
+def test_a_line_end_too_many_is_no_event() -> None:
+    assert EventCutter().feed(b"data: a\n\n\ndata: b\n\n") == [b"data: a\n\n", b"\ndata: b\n\n"]
+
+
+def test_an_event_without_end_is_sentup() -> None:
     with pytest.raises(EventError):
-        list(EventCutter().feed(b"x" * (MAX_EVENT_BYTES + 1)))
+        EventCutter().feed(b"x" * (MAX_EVENT_BYTES + 1))
 
 
 def test_done_and_errors_are_told_from_text_about_them() -> None:
