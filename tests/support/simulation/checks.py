@@ -97,13 +97,17 @@ class Checks:
         for engine in world.supervisor.fleet:
             for planned in engine.ranks.values() if engine.cause is None else ():  # found, and about to be killed
                 watched = engine.state in (EngineState.READY, EngineState.DRAINING) and planned.history
-                if watched and world.elapsed(planned.history[-1].at) > world.config.deadlines.wedge + 2 * SLACK:
+                if watched and self._watched(planned.history[-1].at) > world.config.deadlines.wedge + 2 * SLACK:
                     self._violated("S5", f"{engine.name} is {engine.state.value}, and nobody has heard of it")
             self._wedged(engine)
         for rank in self._sound():
             self._aborts_arrived(rank)
         for rank in world.host.ranks.values():
             self._rank(rank)
+
+    def _watched(self, since: float) -> float:
+        """Seconds that the watchdog has had: after a standstill of its own it begins anew."""
+        return self._world.elapsed(max(since, self._world.awake))
 
     def _aborts_arrived(self, rank: Rank) -> None:
         """Whatever the line lost before: every abort has been taken, in order."""
@@ -128,7 +132,7 @@ class Checks:
         )
         if not (wedged and all(heard)):
             self._idle_since.pop(engine.name, None)
-        elif world.elapsed(self._idle_since.setdefault(engine.name, now)) > world.config.deadlines.wedge + 2 * SLACK:
+        elif self._watched(self._idle_since.setdefault(engine.name, now)) > world.config.deadlines.wedge + 2 * SLACK:
             self._violated("S5", f"{engine.name} has work and does none of it, and nobody says so")
 
     def _room(self, live: LiveRoom) -> None:

@@ -133,6 +133,11 @@ class World:
         return now - since - sum(min(at + seconds, now) - max(at, since) for at, seconds in self._jumps
                                  if at + seconds > since)  # fmt: skip
 
+    @property
+    def awake(self) -> float:
+        """Since when the machine has not been suspended."""
+        return max((at + seconds for at, seconds in self._jumps), default=0.0)
+
     def jump(self, seconds: float) -> None:
         self._jumps.append((self.loop.time(), seconds))
         self.loop.jump(seconds)
