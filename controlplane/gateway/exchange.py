@@ -9,7 +9,6 @@ from urllib.parse import urlsplit
 
 import aiohttp
 import anyio
-import msgspec
 from aiohttp import web
 
 from dsv4ctl.controlplane.gateway.client import Client, ClientGoneError
@@ -66,7 +65,7 @@ class Exchange:
         self._session = session
         self._desk = desk
         self._telemetry = telemetry
-        self._body = msgspec.json.encode({**parsed.body, **bootstrap(live)})
+        self._body = parsed.with_fields(bootstrap(live))
         self._legs = anyio.create_task_group()
         self._prefilling = anyio.CancelScope()
         self._failed: RequestError | None = None

@@ -14,15 +14,23 @@ from dsv4ctl.controlplane.gateway.errors import RequestError
 _RESERVED = "bootstrap_"
 #: OpenAI's two names for how many tokens an answer has at most.
 _LIMITS = ("max_tokens", "max_completion_tokens")
+#: Where lists of token ids may stand, and what these consist of beside their brackets.
+_IDS = ("input_ids", "prompt")
+_OF_IDS = b"0123456789-, \t\r\n"
 _REQUEST_ID = re.compile(r"[\x21-\x7e]{1,128}")
+_fields = msgspec.json.Decoder(dict[str, msgspec.Raw])
 
 
 class Parsed(NamedTuple):
-    body: dict[str, Any]
+    raw: bytes  #: the body, an object with a field at least
     stream: bool
     tokens: int  #: an estimate of the prompt's length
     request_id: str
     session: str | None
+
+    def with_fields(self, fields: Mapping[str, Any]) -> bytes:
+        """The body in the client's words, and `fields`, none of which it has, at its end."""
+        return self.raw.rstrip()[:-1] + b"," + msgspec.json.encode(fields)[1:]
 
 
 def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id: str) -> Parsed:
@@ -31,11 +39,9 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
     `model` is the only one served; `new_id` is the request's id if the client gave none.
     """
     try:
-        body = msgspec.json.decode(raw)
+        body, ids = _decoded(raw)
     except (msgspec.DecodeError, UnicodeDecodeError) as error:
-        raise RequestError(400, "invalid_json", f"the body is not JSON: {error}") from error
-    if not isinstance(body, dict):
-        raise RequestError(400, "invalid_json", f"the body is a JSON {_kind(body)}, an object is expected")
+        raise RequestError(400, "invalid_json", f"the body is no JSON object: {error}") from error
     for name in body:
         if name.startswith(_RESERVED):
             raise RequestError(400, "reserved_field", f"{name} is set by the gateway alone", param=name)
@@ -47,12 +53,24 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
     if not isinstance(stream, bool | None):
         raise RequestError(400, "invalid_type", "stream is true or false", param="stream")
     return Parsed(
-        body=body,
+        raw=raw,
         stream=bool(stream),
-        tokens=_tokens(path, body),
+        tokens=_tokens(path, body, ids),
         request_id=_request_id(body, headers, new_id),
         session=headers.get("x-session-id"),
     )
+
+
+def _decoded(raw: bytes) -> tuple[dict[str, Any], dict[str, int]]:
+    """The body's fields; of lists of token ids, which may be long and are the engines' to read, only their lengths."""
+    fields = _fields.decode(raw)
+    ids = {name: length for name in _IDS if name in fields and (length := _length(bytes(fields[name])))}
+    return {name: msgspec.json.decode(field) for name, field in fields.items() if name not in ids}, ids
+
+
+def _length(field: bytes) -> int:
+    """Of a flat list of integers, two at least; 0 of any other JSON value."""
+    return field.count(b",") + 1 if b"," in field and field.translate(None, _OF_IDS) == b"[]" else 0
 
 
 def _check_openai(body: dict[str, Any], model: str) -> None:
@@ -84,7 +102,7 @@ def _check_limit(fields: dict[str, Any], name: str, low: int) -> None:
         raise RequestError(400, "invalid_value", f"{name} is an integer of at least {low}, found {found}", param=name)
 
 
-def _tokens(path: str, body: dict[str, Any]) -> int:
+def _tokens(path: str, body: dict[str, Any], ids: dict[str, int]) -> int:
     """Prompt tokens, at most: of text, its bytes (the engines count exactly, and refuse what is too long)."""
     if path == "/v1/chat/completions":
         messages = body.get("messages")
@@ -92,10 +110,10 @@ def _tokens(path: str, body: dict[str, Any]) -> int:
             raise RequestError(400, "invalid_type", "messages is a list with at least one", param="messages")
         return sum(len(msgspec.json.encode(message)) for message in messages)
     if path == "/v1/completions":
-        return _prompt_tokens("prompt", body.get("prompt"))
-    if body.get("input_ids") is not None:
-        return _prompt_tokens("input_ids", body["input_ids"])
-    return _prompt_tokens("text", body.get("text"))
+        name = "prompt"
+    else:
+        name = "input_ids" if "input_ids" in ids or body.get("input_ids") is not None else "text"
+    return ids[name] if name in ids else _prompt_tokens(name, body.get(name))
 
 
 def _prompt_tokens(name: str, prompt: Any) -> int:
@@ -104,7 +122,7 @@ def _prompt_tokens(name: str, prompt: Any) -> int:
         prompt = prompt[0]
     if isinstance(prompt, str):
         return len(prompt.encode("utf-8", "surrogatepass"))
-    if isinstance(prompt, list) and set(map(type, prompt)) <= {int}:  # in C, as there are thousands
+    if isinstance(prompt, list) and all(type(token) is int for token in prompt):
         return len(prompt)
     if isinstance(prompt, list):
         raise RequestError(400, "one_prompt", f"{name} holds {len(prompt)} prompts, one is expected", param=name)

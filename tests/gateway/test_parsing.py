@@ -27,6 +27,9 @@ def _parse(path: str, body: Any, headers: dict[str, str] | None = None) -> Parse
         ("/generate", {"text": "é"}, 2),
         ("/generate", {"input_ids": [1, 2, 3, 4]}, 4),
         ("/generate", {"input_ids": [[1, 2]]}, 2),
+        ("/generate", {"input_ids": [7]}, 1),
+        ("/generate", {"input_ids": []}, 0),
+        ("/generate", {"input_ids": None, "text": "abc"}, 3),
         ("/v1/completions", {"model": "m", "prompt": ["abc"]}, 3),
         ("/v1/completions", {"model": "m", "prompt": [1, 2, 3]}, 3),
     ],
@@ -38,8 +41,15 @@ def test_a_prompts_length_is_estimated_by_its_kind(path: str, body: dict[str, An
 def test_the_body_is_kept_as_it_came() -> None:
     body = {"model": "m", "prompt": "x", "stream": True, "unknown": {"to": ["us"]}}
     parsed = _parse("/v1/completions", body)
-    assert parsed.body == body
+    assert msgspec.json.decode(parsed.with_fields({"bootstrap_room": 7})) == {**body, "bootstrap_room": 7}
     assert parsed.stream
+
+
+def test_the_engines_get_the_clients_own_words() -> None:
+    raw = b' {"input_ids": [1,\t-2 , 3],  "n": 1.50, "n": 0.10E1}\r\n'
+    parsed = parse("/generate", raw, {}, "m", "new")
+    assert parsed.tokens == 3
+    assert parsed.with_fields({"a": 1}) == b' {"input_ids": [1,\t-2 , 3],  "n": 1.50, "n": 0.10E1,"a":1}'
 
 
 def test_the_request_id_comes_from_the_header_then_the_body_then_us() -> None:
@@ -58,7 +68,7 @@ def test_the_request_id_comes_from_the_header_then_the_body_then_us() -> None:
 def test_a_limit_that_no_answer_can_have_is_refused(path: str, name: str, limit: Any, found: str) -> None:
     body = {"model": "m", "prompt": "x", "messages": [{"role": "user", "content": "x"}]}
     for good in (1, None):
-        assert _parse(path, {**body, name: good}).body[name] == good
+        assert _parse(path, {**body, name: good}).tokens
     with pytest.raises(RequestError, match=f"^{name} is an integer of at least 1, found {found}$") as refused:
         _parse(path, {**body, name: limit})
     assert (refused.value.status, refused.value.param) == (400, name)
@@ -71,7 +81,7 @@ def test_what_no_engine_takes_as_max_new_tokens_is_refused(limit: Any, found: st
     """How many are too many, and whether 0 is too few, is the engine's to say: SGLang takes 0, the embedded one not."""
     for good in (0, 1, 2**70, None):
         body = {"text": "x", "sampling_params": {"max_new_tokens": good}}
-        assert _parse("/generate", body).body == body
+        assert _parse("/generate", body).tokens
     with pytest.raises(RequestError, match=f"^max_new_tokens is an integer of at least 0, found {found}$") as refused:
         _parse("/generate", {"text": "x", "sampling_params": {"max_new_tokens": limit}})
     assert (refused.value.status, refused.value.param) == (400, "max_new_tokens")
@@ -101,11 +111,12 @@ def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     assert (refused.value.status, refused.value.code) == (400, "invalid_json")
 
 
-@pytest.mark.parametrize("prompt", [None, 7, True, [True, False], {"a": 1}, [1.5]])
+@pytest.mark.parametrize("prompt", [None, 7, True, [True, False], {"a": 1}, [1.5], [1, 2.5], [1, [2]], [[1, 2], [3]]])
 def test_a_prompt_of_no_kind_is_refused(prompt: Any) -> None:
-    with pytest.raises(RequestError) as refused:
-        _parse("/generate", {"text": prompt})
-    assert refused.value.param == "text"
+    for path, name in (("/generate", "text"), ("/v1/completions", "prompt")):
+        with pytest.raises(RequestError) as refused:
+            _parse(path, {"model": "m", name: prompt})
+        assert refused.value.param == name
 
 
 _LINE = some.binary(min_size=1).filter(lambda line: not {10, 13} & set(line))
