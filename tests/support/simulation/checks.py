@@ -152,7 +152,7 @@ class Checks:
             elif world.elapsed(self._forgotten.setdefault((rank.name, key), now)) > self.abort_bound:
                 self._violated("S5", f"{rank.name}: room {key} is over, and {half.state.value} here")
         quarantined = rank.gate.counts()["quarantined"][SPACE]
-        if not quarantined:
+        if not quarantined or rank.group.wedged:  # which gives nothing back; without work nobody can tell
             self._quarantined.pop(rank.name, None)
         elif world.elapsed(self._quarantined.setdefault(rank.name, now)) > self._quarantine_bound:
             self._violated("S5", f"{rank.name}: {quarantined} pages stay in quarantine")
