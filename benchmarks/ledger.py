@@ -42,8 +42,6 @@ class Bench:
         self.gate.layer_landed(load, LAYERS)
         self.gate.end_load(load)
         self.extents: list[Extent] = [self.gate.extent("full", (page,)) for page in taken["full"]]
-        for _ in range(CAPACITY):
-            self.gate.trace.record("full", None, Consumer.ATTENTION, (self.extents[0],), LAYERS)
 
     def hold(self, count: int) -> list[Ticket]:
         """`count` tickets that stay alive, three a room."""
@@ -51,6 +49,11 @@ class Bench:
             self.gate.request(CONSUMERS[n % 3], self.extents[n % 64 : n % 64 + 1], room=RoomKey(n // 3, 1))
             for n in range(count)
         ]
+
+    def settle(self) -> None:
+        """Fills the ring with what is then measured: it drops as much as it is given."""
+        for _ in range(CAPACITY // PAIRS):
+            self.pairs()
 
     def pairs(self) -> float:
         """Nanoseconds a request + release."""
@@ -84,20 +87,23 @@ def interleaved(subjects: list[Callable[[], float]]) -> list[tuple[float, ...]]:
 def bytes_per_ticket(count: int = 50_000) -> float:
     """Memory that `count` live tickets add, over `count`; their extents and rooms' keys are the caller's."""
     bench = Bench()
+    bench.gate.trace = Ring(time.monotonic_ns, capacity=1)  # what a ring keeps is bounded, and no ticket's
     rooms = [RoomKey(n // 3, 1) for n in range(count)]
     lists = [[extent] for extent in bench.extents]
     tracemalloc.start()
     tickets = [bench.gate.request(CONSUMERS[n % 3], lists[n % 64], room=rooms[n]) for n in range(count)]
     size, _ = tracemalloc.get_traced_memory()
-    traced = sum(trace.size for trace in tracemalloc.take_snapshot().traces if "ring.py" in trace.traceback[0].filename)
     tracemalloc.stop()
-    return (size - traced) / len(tickets)
+    return size / len(tickets)
 
 
 def measure() -> dict[str, object]:
     benches = {count: Bench() for count in LIVE}
     held = {count: bench.hold(count) for count, bench in benches.items()}
-    taken = interleaved([lock_pairs, Bench().pairs, *(bench.pairs for bench in benches.values())])
+    alone = Bench()
+    for bench in (alone, *benches.values()):
+        bench.settle()
+    taken = interleaved([lock_pairs, alone.pairs, *(bench.pairs for bench in benches.values())])
     lock, *pairs = map(statistics.median, taken)
     assert all(bench.gate.totals()["tickets"] == len(held[count]) for count, bench in benches.items())
     return {

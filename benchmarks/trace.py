@@ -26,10 +26,13 @@ from typing import Any
 
 from figures import show
 
+from dsv4ctl.controlplane.tickets.ticket import Ticket
+from dsv4ctl.controlplane.tickets.types import Consumer
 from dsv4ctl.controlplane.trace.check import check
 from dsv4ctl.controlplane.trace.file import TraceFile, Writer
 from dsv4ctl.controlplane.trace.format import FRAME_EVENTS, Event, Events, Extent, Rank, encode
 from dsv4ctl.controlplane.trace.merge import Merged
+from dsv4ctl.controlplane.trace.ring import Ring
 
 LAYERS, PAGES, ROOM_PAGES, LIVE = 8, 4096, 8, 64
 EVENTS = 300_000
@@ -139,14 +142,14 @@ def cost() -> dict[str, Any]:
     engine = Engine(launch, msgspec.convert(table, EngineOptions), Log(), print)
     engine.start()
     ring, deadlines = engine.gate.trace, msgspec.to_builtins(DeadlinesConfig())
-    record = ring.record
+    kept = ring.record, ring.record_of
     rooms, dice = itertools.count(1), random.Random(0)
 
     def nothing(*_: Any, **__: Any) -> None: ...
 
     def tokens_per_s(traced: bool) -> tuple[float, float]:
         """By wall-clock and by CPU time."""
-        ring.record = record if traced else nothing
+        ring.record, ring.record_of = kept if traced else (nothing, nothing)
         key = RoomKey(next(rooms), 1)
         engine._agent.handle(OpenRoom(key, "bench", None, None, (), deadlines, "read"))
         outputs: queue.SimpleQueue[Output] = queue.SimpleQueue()
@@ -169,7 +172,7 @@ def cost() -> dict[str, Any]:
     events = (len(ring.events()) - before) / REPEATS
     on, off = (statistics.median(wall for wall, _ in column) for column in zip(*pairs, strict=True))
     ratio, cpu_ratio = (statistics.median(one[by] / other[by] for one, other in pairs) for by in (0, 1))
-    nanoseconds = _record_ns(record)
+    nanoseconds = _record_ns(ring)
     engine._loop.stop()
     return {
         "tokens_per_s_ring": round(on, 1),
@@ -184,10 +187,11 @@ def cost() -> dict[str, Any]:
     }
 
 
-def _record_ns(record: Any) -> float:
+def _record_ns(ring: Ring) -> float:
+    ticket = Ticket(Consumer.INDEXER, None, True, (), ())
     begin = time.thread_time_ns()
     for _ in range(100_000):
-        record("read", None, "indexer", ("index_k", 1, ()), 3, 7)
+        ring.record_of("read", ticket, ("index_k", 1, ()), 3)
     return (time.thread_time_ns() - begin) / 100_000
 
 

@@ -23,7 +23,6 @@ from dsv4ctl.controlplane.rooms.writer import Writer
 from dsv4ctl.controlplane.tickets.ledger import Ledger
 from dsv4ctl.controlplane.tickets.space import Space
 from dsv4ctl.controlplane.tickets.ticket import Load
-from dsv4ctl.controlplane.tickets.types import TicketState
 
 Change = tuple[type, str, Any]
 
@@ -82,8 +81,12 @@ def _renewed(real: Any, ledger: Ledger, consumer: Any, extents: Any, **kwargs: A
     return real(ledger, consumer, [ledger.extent(e.space, e.pages, e.pools) for e in extents], **kwargs)
 
 
-def _release_posted(real: Any, ledger: Ledger, ticket: Any) -> None:
-    ledger._drop(ticket, TicketState.RELEASED)
+def _end(release: Any, ledger: Ledger, ticket: Any) -> bool:
+    """Whatever is posted under it."""
+    posted, ticket.posted = ticket.posted, 0
+    release(ledger, ticket)
+    ticket.posted = posted
+    return True
 
 
 def _nothing(self: Any, *_: Any, **__: Any) -> None:
@@ -205,13 +208,11 @@ MUTANTS: tuple[Mutant, ...] = (
         "cache: attention",
         ((Space, "quiet", lambda space, page: not space.readers[page]),),
     ),
-    Mutant(
-        "leaving the scope releases a posted read", "cache: sender", (_instead(Ledger, "release", _release_posted),)
-    ),
+    Mutant("leaving the scope releases a posted read", "cache: sender", (_instead(Ledger, "release", _end),)),
     Mutant(
         "an abort releases a granted ticket",
         "cache: sender",
-        ((Ledger, "_revoke", lambda ledger, ticket: ledger._drop(ticket, TicketState.REVOKED) or True),),
+        ((Ledger, "_revoke", lambda ledger, ticket: _end(Ledger.release, ledger, ticket)),),
     ),
     Mutant(
         "a ticket is released twice, a page freed under another", "cache: slips", ((Ledger, "_check_live", _nothing),)

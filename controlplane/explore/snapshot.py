@@ -36,6 +36,7 @@ UNREAD = frozenset(
         "now",
         "participants",
         "pools",
+        "ready",  # of pages: their generation, by their state and what they hold
         "reason",
         "refused",
         "request_id",

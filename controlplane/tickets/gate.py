@@ -123,7 +123,7 @@ class Gate:
     def seal(self, load: Load, space: str, pages: Sequence[int]) -> None:
         with self._lock:
             self._ledger.seal(load, space, pages)
-            self.trace.record("seal", load.room, load.kind, ((space, tuple(pages)),), subject=id(load))
+            self.trace.record_of("seal", load, ((space, tuple(pages)),))
 
     def fail_load(self, load: Load, why: str) -> None:
         with self._lock:
@@ -157,8 +157,8 @@ class Gate:
                 self.violations[f"{consumer.value} reads without being registered"] += 1
                 raise LedgerError(f"consumer {consumer.value} is not registered on this rank")
             ticket = self._ledger.request(consumer, extents, room, self._copies_held or consumer not in COPIERS)
-            record = self.trace.record
-            record("request", room, consumer, ticket.extents, ticket.readable, id(ticket))
+            record = self.trace.record_of
+            record("request", ticket, ticket.extents, ticket.readable)
             return ticket
         finally:
             self._lock.release()
@@ -179,8 +179,8 @@ class Gate:
         self._lock.acquire()
         try:
             self._ledger.release(ticket)
-            record = self.trace.record
-            record("release", ticket.room, ticket.consumer, ticket.extents, ticket.readable, id(ticket))
+            record = self.trace.record_of
+            record("release", ticket, ticket.extents, ticket.readable)
         finally:
             self._lock.release()
 
@@ -292,14 +292,13 @@ class Gate:
             raise TicketRevokedError(f"{ticket.consumer.value} ticket of room {ticket.room} is {ticket.state.value}")
 
     def _record(self, kind: str, load: Load, note: object = "") -> None:
-        self.trace.record(kind, load.room, load.kind, load.extents, note, id(load))
+        self.trace.record_of(kind, load, load.extents, note)
 
     def _record_ticket(self, kind: str, ticket: Ticket, extents: tuple[Any, ...]) -> None:
-        self.trace.record(kind, ticket.room, ticket.consumer, extents, ticket.readable, id(ticket))
+        self.trace.record_of(kind, ticket, extents, ticket.readable)
 
     def _record_read(self, ticket: Ticket, pool: str, layer: int) -> None:
-        where = (pool, layer, ticket.extents)
-        self.trace.record("read", ticket.room, ticket.consumer, where, ticket.readable, id(ticket))
+        self.trace.record_of("read", ticket, (pool, layer, ticket.extents), ticket.readable)
         if ticket.readable <= layer:
             missing = {load.kind.value for load in ticket.loads if load.readable(ticket.consumer) <= layer}
             kinds = "/".join(sorted(missing)) or "its load"

@@ -210,24 +210,47 @@ class Ledger:
         reads from the host.
         """
         extents = tuple(extents)
-        loads = self._join(consumer, extents, holds)
+        loads: tuple[Load, ...] = ()
+        joined = at = 0  # extents that have their reader, and pages of the one after them
+        try:
+            for extent in extents:
+                at = 0
+                space = self._spaces[extent.space]
+                if space.on_host is not (consumer is LOAD):
+                    self._refuse_side(space, consumer, "reads")
+                for page in extent.pages:
+                    if space.ready[page] != extent.generations[at]:
+                        loads = self._behind(space, page, extent.generations[at], extent.pools, loads)
+                    if holds:
+                        space.readers[page] += 1
+                    at += 1
+                joined += 1
+        except (LedgerError, KeyError):
+            if holds:
+                self._leave(extents[:joined])
+                if at:
+                    space.leave(extents[joined].pages[:at])
+            self._space(extent.space)  # refuses what was a KeyError
+            raise
         if loads:
             ticket = Ticket(consumer, room, holds, extents, loads)
             self._wait(ticket)
         else:
             ticket = Ticket(consumer, room, holds, extents, (), self.layers, GRANTED)
-        after = self._by_room.get(room)
-        if after is not None:
-            ticket.after, after.before = after, ticket
-        self._by_room[room] = ticket
+        first = self._by_room.setdefault(room, ticket)
+        if first is not ticket:
+            ticket.after, first.before = first, ticket
+            self._by_room[room] = ticket
         return ticket
 
     def extend(self, ticket: Ticket, extents: Sequence[Extent]) -> None:
         """More pages join a live ticket; its grant shrinks to what may be read of all of them."""
         if ticket.state is not PENDING and ticket.state is not GRANTED:
             self._refuse(f"a {ticket.state.value} ticket may not be extended")
-        ticket.loads = self._join(ticket.consumer, extents, ticket.holds, ticket.loads)
-        ticket.extents += tuple(extents)
+        more = self.request(ticket.consumer, extents, ticket.room, ticket.holds)
+        ticket.loads += tuple(load for load in more.loads if load not in ticket.loads)
+        ticket.extents += more.extents
+        self._detach(more)
         self._wait(ticket)
 
     def trim(self, ticket: Ticket, space: str, pages: Iterable[int]) -> None:
@@ -247,7 +270,7 @@ class Ledger:
                 kept.append(extent)
                 continue
             if ticket.holds:
-                self._leave([_part(extent, lambda page: page in gone)])
+                self._spaces[space].leave(page for page in extent.pages if page in gone)
             stays = _part(extent, lambda page: page not in gone)
             if stays.pages:
                 kept.append(stays)
@@ -269,22 +292,34 @@ class Ledger:
             self._refuse("a read completed that was not posted")
         ticket.posted -= 1
         if ticket.left and not ticket.posted:
-            self._drop(ticket, RELEASED)
+            self.release(ticket)
 
     def release(self, ticket: Ticket) -> None:
         """The consumer is done. With reads still posted the ticket is `revoking` until the last completes.
 
         Raises LedgerError on a second release.
         """
-        if ticket.state is not GRANTED:
+        if ticket.posted or ticket.state is not GRANTED:
             self._check_live(ticket)
-        if not ticket.posted:
-            self._drop(ticket, RELEASED)
-            return
-        if ticket.left:
-            self._refuse("a ticket is released twice while its reads are in flight")
-        ticket.left = True
-        ticket.state = REVOKING
+            if ticket.posted:
+                if ticket.left:
+                    self._refuse("a ticket is released twice while its reads are in flight")
+                ticket.left = True
+                ticket.state = REVOKING
+                return
+        ticket.state = RELEASED
+        ticket.readable = 0
+        if ticket.holds:
+            for extent in ticket.extents:  # as `_leave`, with fewer calls
+                space = self._spaces[extent.space]
+                for page in extent.pages:
+                    space.readers[page] -= 1
+                    if space.ready[page] is None:
+                        space.retire(page)
+        if ticket.loads or ticket.before is not ticket.after:  # two neighbours are the same if it has none
+            self._detach(ticket)
+        else:
+            del self._by_room[ticket.room]
 
     def revoke(self, room: Any) -> list[Ticket]:
         """The room is aborted: its pending tickets end, its granted ones hold on until released."""
@@ -347,34 +382,12 @@ class Ledger:
                 if space.load[page] is load:
                     yield space, page
 
-    def _join(
-        self, consumer: Consumer, extents: Sequence[Extent], holds: bool, loads: tuple[Load, ...] = ()
+    def _behind(
+        self, space: Space, page: int, generation: int, pools: frozenset[str], loads: tuple[Load, ...]
     ) -> tuple[Load, ...]:
-        """The pages get one more reader, if it may read every one. Returns `loads` and those that fill the pages."""
-        joined = 0
-        try:
-            for extent in extents:
-                space = self._spaces.get(extent.space) or self._space(extent.space)
-                if space.on_host is not (consumer is LOAD):
-                    self._refuse_side(space, consumer, "reads")
-                generations = iter(extent.generations)
-                for page in extent.pages:
-                    generation = next(generations)
-                    if space.state[page] != OWNED or space.generation[page] != generation:
-                        self._refuse_stale(space, page, generation)
-                    if space.filled[page] is not space.pools:
-                        loads = self._behind(space, page, extent.pools, loads)
-                if holds:
-                    for page in extent.pages:
-                        space.readers[page] += 1
-                    joined += 1
-        except LedgerError:
-            self._leave(extents[:joined])
-            raise
-        return loads
-
-    def _behind(self, space: Space, page: int, pools: frozenset[str], loads: tuple[Load, ...]) -> tuple[Load, ...]:
         """`loads`, and the one that fills the page, if these pools of it are not filled yet."""
+        if space.state[page] != OWNED or space.generation[page] != generation:
+            self._refuse_stale(space, page, generation)
         load = space.load[page]
         if load is None and space.covers(space.filled[page], pools):
             return loads
@@ -405,22 +418,23 @@ class Ledger:
 
     def _revoke(self, ticket: Ticket) -> bool:
         if ticket.state is PENDING and not ticket.posted:
-            self._drop(ticket, REVOKED)
+            self.release(ticket)
+            ticket.state = REVOKED
             return True
         if ticket.state is not REVOKING:
             ticket.state = REVOKING
             return True
         return False
 
-    def _drop(self, ticket: Ticket, state: TicketState) -> None:
-        ticket.state = state
-        ticket.readable = 0
-        if ticket.holds:
-            self._leave(ticket.extents)
-        if ticket.loads:
-            for load in ticket.loads:
-                load.waiters.discard(ticket)
-            ticket.loads = ()
+    def _leave(self, extents: Iterable[Extent]) -> None:
+        for extent in extents:
+            self._spaces[extent.space].leave(extent.pages)
+
+    def _detach(self, ticket: Ticket) -> None:
+        """Neither its loads nor its room lead to it any more."""
+        for load in ticket.loads:
+            load.waiters.discard(ticket)
+        ticket.loads = ()
         before, after = ticket.before, ticket.after
         if after is not None:
             after.before, ticket.after = before, None
@@ -430,14 +444,6 @@ class Ledger:
             self._by_room[ticket.room] = after
         else:
             del self._by_room[ticket.room]
-
-    def _leave(self, extents: Iterable[Extent]) -> None:
-        for extent in extents:
-            space = self._spaces[extent.space]
-            for page in extent.pages:
-                space.readers[page] -= 1
-                if space.state[page] >= RETIRING:
-                    space.retire(page)
 
     def _forget_load(self, space: Space, page: int) -> None:
         load, space.load[page] = space.load[page], None

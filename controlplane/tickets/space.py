@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Iterable
 
 from dsv4ctl.controlplane.tickets.ticket import Load
 from dsv4ctl.controlplane.tickets.types import HOST, SpaceSpec
@@ -15,7 +16,19 @@ NONE: frozenset[str] = frozenset()
 class Space:
     """Lists by page number."""
 
-    __slots__ = ("filled", "filling", "free", "generation", "load", "name", "on_host", "pools", "readers", "state")
+    __slots__ = (
+        "filled",
+        "filling",
+        "free",
+        "generation",
+        "load",
+        "name",
+        "on_host",
+        "pools",
+        "readers",
+        "ready",
+        "state",
+    )
 
     def __init__(self, name: str, spec: SpaceSpec) -> None:
         self.name = name
@@ -24,6 +37,7 @@ class Space:
         self.generation = [0] * spec.pages
         self.state = [FREE] * spec.pages
         self.readers = [0] * spec.pages
+        self.ready: list[int | None] = [None] * spec.pages  #: the generation of an owned page that is filled whole
         self.filled = [NONE] * spec.pages  #: pools whose bytes are complete; none under a load
         self.filling = [NONE] * spec.pages  #: pools that the page's load writes
         self.load: list[Load | None] = [None] * spec.pages
@@ -46,6 +60,7 @@ class Space:
     def give_back(self, page: int) -> int:
         """1 if the page is free from here, 0 if somebody still touches it."""
         self.state[page] = RETIRING
+        self.ready[page] = None
         return self.retire(page)
 
     def retire(self, page: int) -> int:
@@ -62,6 +77,7 @@ class Space:
             self.load[page] = load
             self.generation[page] += 1
             self.filled[page] = self.filling[page] = NONE
+            self.ready[page] = None
         filling = self.filling[page] | pools
         self.filling[page] = self.pools if filling == self.pools else filling  # whole pages are told by identity
 
@@ -70,4 +86,12 @@ class Space:
         self.load[page] = None
         if whole:
             self.filled[page] = self.filling[page]
+            if self.filled[page] is self.pools and self.state[page] == OWNED:
+                self.ready[page] = self.generation[page]
         self.retire(page)
+
+    def leave(self, pages: Iterable[int]) -> None:
+        """Each has one reader less."""
+        for page in pages:
+            self.readers[page] -= 1
+            self.retire(page)

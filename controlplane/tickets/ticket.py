@@ -29,6 +29,10 @@ class Ticket(msgspec.Struct, eq=False):
     left: bool = False  #: released while reads were posted
     waker: Callable[[], None] | None = None
 
+    @property
+    def who(self) -> Consumer:
+        return self.consumer
+
     # That of a struct shows every field, and tickets and loads lead to each other.
     __repr__ = object.__repr__
 
@@ -45,6 +49,10 @@ class Load(msgspec.Struct, eq=False):
     open: bool = True  #: the writer may still write
     failed: bool = False
     waiters: set[Ticket] = msgspec.field(default_factory=set)
+
+    @property
+    def who(self) -> LoadKind:
+        return self.kind
 
     __repr__ = object.__repr__
 

@@ -5,9 +5,11 @@ from __future__ import annotations
 import itertools
 import threading
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from enum import Enum
 from typing import Any, NamedTuple, Protocol
+
+import msgspec
 
 #: Events kept; the oldest go first.
 CAPACITY = 65_536
@@ -27,20 +29,39 @@ class TraceEvent(NamedTuple):
     note: Any
 
 
+class Subject(Protocol):
+    """A ticket or a load: its events name it alone, from its `request` or `lease` to its end."""
+
+    @property
+    def room(self) -> Any: ...
+
+    @property
+    def who(self) -> Enum: ...
+
+
 class Record(Protocol):
     """Keeps what it is given; `events` makes it readable."""
 
     def __call__(
         self, kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0
-    ) -> None: ...
+    ) -> object: ...
+
+
+class RecordOf(Protocol):
+    """The same, of a ticket or a load, which is kept as long as its events are."""
+
+    def __call__(self, kind: str, of: Subject, where: Any = None, note: object = "") -> object: ...
 
 
 class Ring:
-    """`record` may be called from any thread. The gate's calls come under its lock, in its order."""
+    """`record` and `record_of` may be called from any thread. The gate's calls come under its lock, in its order."""
 
     def __init__(self, clock_ns: Callable[[], int], capacity: int = CAPACITY) -> None:
-        self._events: deque[tuple[Any, ...]] = deque(maxlen=capacity)
-        self.record: Record = _recorder(self._events.append, clock_ns)
+        self._events: deque[Any] = deque(maxlen=capacity)
+        stamps = {"seq": itertools.count().__next__, "at_ns": clock_ns, "thread": threading.get_ident}
+        notes = [("where", Any, None), ("note", object, "")]
+        self.record: Record = _recorder(["kind", "room", "who", *notes, ("subject", int, 0)], {}, stamps, self._events)
+        self.record_of: RecordOf = _recorder(["kind", "of", *notes], _OF, stamps, self._events)
 
     def events(self, begin: int = 0, limit: int = CAPACITY) -> list[TraceEvent]:
         """Up to `limit` of those from number `begin` on, in order and without a gap.
@@ -49,23 +70,31 @@ class Ring:
         """
         threads = {thread.ident: thread.name for thread in threading.enumerate()}
         found: list[TraceEvent] = []
-        kept = sorted((event for event in self._events.copy() if event[0] >= begin), key=lambda event: event[0])
-        for seq, at, thread, kind, room, who, *rest in kept[:limit]:
-            if found and seq != found[-1].seq + 1:
+        kept = sorted((event for event in self._events.copy() if event.seq >= begin), key=lambda event: event.seq)
+        for event in kept[:limit]:
+            if found and event.seq != found[-1].seq + 1:
                 break
-            name = threads.get(thread, f"thread-{thread}")
-            found.append(TraceEvent(seq, at, name, kind, room, who.value if isinstance(who, Enum) else who, *rest))
+            agent = threads.get(event.thread, f"thread-{event.thread}")
+            who = event.who.value if isinstance(event.who, Enum) else event.who
+            what = (event.kind, event.room, who, event.subject, event.where, event.note)
+            found.append(TraceEvent(event.seq, event.at_ns, agent, *what))
         return found
 
 
-def _recorder(append: Callable[[tuple[Any, ...]], None], clock_ns: Callable[[], int]) -> Record:
-    """A closure: it is called several times a token, and attributes of an instance would be a third of its time.
+#: What an event of a ticket or a load has from it, once it is read.
+_OF = {
+    "room": property(lambda event: event.of.room),
+    "who": property(lambda event: event.of.who),
+    "subject": property(lambda event: id(event.of)),
+}
+
+
+def _recorder(
+    given: list[Any], derived: Mapping[str, property], stamps: Mapping[str, Callable[[], int]], events: deque[Any]
+) -> Any:
+    """A struct that stamps itself when it is made, and appends itself: recording is one call into C.
 
     `append` and `copy` of a deque, and the next number of a count, are atomic.
     """
-    numbers, thread = itertools.count(), threading.get_ident
-
-    def record(kind: str, room: Any, who: Enum | str, where: Any = None, note: object = "", subject: int = 0) -> None:
-        append((next(numbers), clock_ns(), thread(), kind, room, who, subject, where, note))
-
-    return record
+    fields = [*given, *((name, int, msgspec.field(default_factory=stamp)) for name, stamp in stamps.items())]
+    return msgspec.defstruct("Recorded", fields, namespace={**derived, "__post_init__": events.append}, eq=False)

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from typing import Any
 
 import pytest
+from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
@@ -330,6 +331,16 @@ def test_what_does_not_exist_is_named(ledger: Ledger) -> None:
 
 
 # ---- tickets ---------------------------------------------------------------------------------------------
+
+
+def test_a_refused_request_leaves_no_reader(ledger: Ledger) -> None:
+    good, two = filled(ledger), filled(ledger, 2)
+    stale = replace(two, generations=(two.generations[0], two.generations[1] - 1))
+    refused(ledger, lambda: ledger.request(READER, [good, stale]), "is at generation")
+    refused(ledger, lambda: ledger.request(READER, [good, replace(two, space="host")]), "no space host")
+    refused(ledger, lambda: ledger.request(READER, [replace(two, space="host")]), "no space host")
+    for extent in (good, two):
+        ledger.open_load(LoadKind.HICACHE, [extent])
 
 
 def test_a_second_release_is_refused(ledger: Ledger) -> None:

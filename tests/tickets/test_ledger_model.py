@@ -15,6 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError
+from dsv4ctl.controlplane.tickets.space import OWNED
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
@@ -266,6 +267,14 @@ class LedgerMachine(RuleBasedStateMachine):
         assert counts["leased"]["full"] == sum(page.writer is not None for page in self.pages)
         assert self.ledger.available("full") == by_state["free"]
         assert self.ledger.refused == self.refused
+
+    @invariant()
+    def whole_pages_are_ready(self) -> None:
+        """What `request` asks first says the same as the lists that it stands for."""
+        space = self.ledger._spaces["full"]
+        for page, ready in enumerate(space.ready):
+            whole = space.state[page] == OWNED and space.load[page] is None and space.filled[page] == space.pools
+            assert ready == (space.generation[page] if whole else None)
 
     @invariant()
     def s1_read_after_land(self) -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import gc
 import itertools
+import weakref
 from pathlib import Path
 
 import msgspec
@@ -95,6 +97,32 @@ def test_shared_extents_stand_in_a_frame_once() -> None:
     frame = events_frame("me", gate.trace.events(), 0)
     kinds = {event.kind: event.extents for event in frame.events}
     assert kinds["request"] == kinds["read"] == kinds["release"]
+
+
+def test_events_name_their_ticket_after_its_end() -> None:
+    """Two tickets of one ring have two names, even if the first has gone before the second came."""
+    gate = SmallGate()
+    busy(gate, 2)
+    names = {event.subject: event.seq for event in gate.trace.events() if event.kind == "release"}
+    assert len(names) == 2
+
+
+def test_a_ring_that_nobody_has_is_collected_with_what_its_events_keep() -> None:
+    """The events lead to their class, and it to them and to the clock, which may lead to the ring."""
+
+    class Clock:
+        ring: Ring
+
+        def now(self) -> int:
+            return 0
+
+    clock = Clock()
+    clock.ring = Ring(clock.now)
+    clock.ring.record("room", clock, "")
+    gone = weakref.ref(clock)
+    del clock
+    gc.collect()
+    assert gone() is None
 
 
 def test_a_number_still_on_its_way_is_waited_for() -> None:
