@@ -31,6 +31,9 @@ class RoomState(Enum):
     QUIESCING = "quiescing"
     ABORTED = "aborted"
 
+    # That of Enum is a Python call, made for every state that a rank reports.
+    __hash__ = object.__hash__
+
     @property
     def terminal(self) -> bool:
         return self in TERMINAL

@@ -11,6 +11,9 @@ class Event(Enum):
 
     doc: str
 
+    # That of Enum is a Python call, made twice for every event that is counted.
+    __hash__ = object.__hash__
+
     def __new__(cls, name: str, doc: str) -> Self:
         member = object.__new__(cls)
         member._value_ = name
