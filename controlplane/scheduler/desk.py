@@ -237,7 +237,7 @@ class RoomDesk:
             )  # fmt: skip
             return
         self._apply(live, effects)
-        if live.room.allocated:
+        if not live.settled.is_set() and live.room.allocated:
             live.settled.set()
 
     def _acked(self, rank: Rank, frame: AbortAck, now: float) -> None:

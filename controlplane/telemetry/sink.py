@@ -7,9 +7,12 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
+#: Seconds that a line may wait for others: to wake the thread that writes costs its waker several times the line.
+GATHER = 0.005
+
 
 class LineSink:
-    """Writes lines from its own thread; `put` never blocks.
+    """Writes lines from its own thread, those of `GATHER` seconds at once; `put` never blocks.
 
     `capacity` bounds the lines held, those being written included. A line above it is dropped and counted;
     `dropped_line(count)` is written where the dropped ones would have stood.
@@ -29,7 +32,7 @@ class LineSink:
         self._failed = failed
         self._queue: deque[str | int] = deque()  # lines, and how many were dropped between them
         self._held = 0  # lines in the queue or being written
-        self._closing = False
+        self._closing = threading.Event()
         self._broken = False
         self._change = threading.Condition()
         self.dropped = 0  #: lines lost since start
@@ -39,7 +42,7 @@ class LineSink:
 
     def put(self, line: str) -> None:
         with self._change:
-            if self._broken or self._closing or self._held >= self._capacity:
+            if self._broken or self._closing.is_set() or self._held >= self._capacity:
                 self.dropped += 1
                 if self._queue and isinstance(self._queue[-1], int):
                     self._queue[-1] += 1
@@ -53,16 +56,18 @@ class LineSink:
     def close(self, timeout: float) -> None:
         """Writes what is held, for at most `timeout` seconds; what a stalled reader leaves is lost."""
         with self._change:
-            self._closing = True
+            self._closing.set()
             self._change.notify()
         self._thread.join(timeout)
 
     def _run(self) -> None:
         while True:
             with self._change:
-                self._change.wait_for(lambda: self._queue or self._closing)
+                self._change.wait_for(lambda: self._queue or self._closing.is_set())
                 if not self._queue:
                     return
+            self._closing.wait(GATHER)
+            with self._change:
                 batch, self._queue = self._queue, deque()
             texts = [self._dropped_line(item) if isinstance(item, int) else item for item in batch]
             try:
