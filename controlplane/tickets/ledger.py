@@ -218,12 +218,11 @@ class Ledger:
                 space = self._spaces[extent.space]
                 if space.on_host is not (consumer is LOAD):
                     self._refuse_side(space, consumer, "reads")
-                ready, readers, generations = space.ready, space.readers, extent.generations
                 for page in extent.pages:
-                    if ready[page] != generations[at]:
-                        loads = self._behind(space, page, generations[at], extent.pools, loads)
+                    if space.ready[page] != extent.generations[at]:
+                        loads = self._behind(space, page, extent.generations[at], extent.pools, loads)
                     if holds:
-                        readers[page] += 1
+                        space.readers[page] += 1
                     at += 1
                 joined += 1
         except (LedgerError, KeyError):
@@ -313,10 +312,9 @@ class Ledger:
         if ticket.holds:
             for extent in ticket.extents:  # as `_leave`, with fewer calls
                 space = self._spaces[extent.space]
-                ready, readers = space.ready, space.readers
                 for page in extent.pages:
-                    readers[page] -= 1
-                    if ready[page] is None:
+                    space.readers[page] -= 1
+                    if space.ready[page] is None:
                         space.retire(page)
         if ticket.loads or ticket.before is not ticket.after:  # two neighbours are the same if it has none
             self._detach(ticket)
