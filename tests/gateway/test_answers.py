@@ -92,6 +92,15 @@ async def test_both_legs_get_the_same_room_and_no_other_change(tmp_path: Path) -
         assert len(running.log("prefill0", "leg")) == 1
 
 
+async def test_a_client_that_leaves_ends_both_legs(tmp_path: Path) -> None:
+    async with stage(pair_config(tmp_path)) as running:
+        async with streaming(running, ask(prefill={"silent": True}, decode={"tokens": 2, "interval": 3600})) as answer:
+            await answer.content.readany()
+        await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
+        assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
+        await until(lambda: all(running.log(engine, "leg_cancelled") for engine in ("prefill0", "decode0")))
+
+
 async def test_a_prefill_leg_without_an_end_keeps_no_answer_for_long(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path)) as running:
         assert (await post(running, "/generate", ask(prefill={"silent": True})))[0] == 200
