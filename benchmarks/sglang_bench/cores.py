@@ -1,6 +1,6 @@
 """Whole cores for each server: a scheduler and its transfer agent spin, and two that share a core slow each other down.
 
-That is by a third and for seconds, and on which of two compared servers it falls is luck.
+That is by a third and for as long as neither is moved, and on which of two compared servers it falls is luck.
 """
 
 from __future__ import annotations
@@ -30,6 +30,16 @@ def pin(ports: Sequence[int]) -> dict[int, list[int]]:
                 with suppress(ProcessLookupError):  # it ended meanwhile
                     os.sched_setaffinity(thread, mine)
     return pinned
+
+
+def waited(ports: Sequence[int]) -> float:
+    """Seconds so far that main threads of the servers' schedulers could have run, and others ran (proc: schedstat)."""
+    parents, nanoseconds = _parents(), 0
+    for pid in {pid for port in ports for pid in _tree(port, parents)}:
+        with suppress(OSError):
+            if Path(f"/proc/{pid}/cmdline").read_text().startswith("sglang::scheduler"):
+                nanoseconds += int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1])
+    return nanoseconds / 1e9
 
 
 def _cores() -> list[frozenset[int]]:

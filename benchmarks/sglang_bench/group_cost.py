@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 
-from sglang_bench import cores, cost, plan
+from sglang_bench import cost, plan
 from sglang_bench.ask import Client
 from sglang_bench.bench import Bench, jit, stock_pair
 from sglang_bench.machine import Shape
@@ -20,45 +20,46 @@ async def costs(bench: Bench) -> None:
     servers = [bench.server(shape) for shape in off]
     if not await bench.ready(on, *servers):
         return
-    plain, hooked = stock_pair(bench, *off), Client(bench.http, on.url)
+    plain = cost.Arm(stock_pair(bench, *off), _ports(off))
+    hooked = cost.Arm(Client(bench.http, on.url), _ports(with_hooks))
 
-    async def turns(arms: Mapping[str, Client], key: str, rounds: int, seconds: float, load: cost.Load) -> None:
+    async def turns(arms: Mapping[str, cost.Arm], key: str, rounds: int, seconds: float, load: cost.Load) -> None:
         ends = time.monotonic() + seconds
         await cost.turns(arms, bench.results, key, rounds=rounds, deadline=ends, load=load)
 
-    async def warm(shapes: list[Shape], *clients: Client) -> None:
-        pinned = cores.pin([shape.port for shape in shapes])
-        bench.say(f"processors: {pinned}")
-        bench.results.put("processors", **{shape.name: pinned[shape.port] for shape in shapes})
-        await jit(bench, *clients)
+    async def warm(*arms: cost.Arm) -> None:
+        bench.say(f"processors at first: {cost.place(arms, 0)}")
+        await jit(bench, *[arm.client for arm in arms])
 
-    arms: dict[str, Client] = {"hooks_off": plain, "hooks_on": hooked}
-    await warm([*with_hooks, *off], *arms.values())
+    await warm(plain, hooked)
+    arms = {"hooks_off": plain, "hooks_on": hooked}
     await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 16, 290.0, cost.STEADY))
     await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return
     for server in servers:
         server.stop()
-    without, wide = (
-        plan.pair("cost-bare", 22300, gpu, fake=fake, hicache=False),
-        plan.pair("cost-bf16", 22400, gpu, fake=fake, index_k="bf16"),
-    )
+    without = plan.pair("cost-bare", 22300, gpu, fake=fake, hicache=False)
+    wide = plan.pair("cost-bf16", 22400, gpu, fake=fake, index_k="bf16")
     bare = bench.deployment("cost-bare", 22390, *without)
     bf16 = bench.deployment("cost-bf16", 22490, *wide)
     if not await bench.ready(bare, bf16):
         return
-    others = {"hicache_off": Client(bench.http, bare.url), "bf16": Client(bench.http, bf16.url)}
-    await warm([*with_hooks, *without, *wide], *others.values())
+    uncached = cost.Arm(Client(bench.http, bare.url), _ports(without))
+    precise = cost.Arm(Client(bench.http, bf16.url), _ports(wide))
+    await warm(hooked, uncached, precise)
 
     async def hicache() -> None:
-        arms = {"hicache_off": others["hicache_off"], "hicache_on": hooked}
+        arms = {"hicache_off": uncached, "hicache_on": hooked}
         await turns(arms, "s5.hicache.new", 3, 40.0, cost.BURST)
         await turns(arms, "s5.hicache.again", 3, 40.0, cost.AGAIN)
 
     async def index_k() -> None:
-        arms = {"fp8": hooked, "bf16": others["bf16"]}
-        await turns(arms, "s5.index_k", 4, 50.0, cost.BURST)
+        await turns({"fp8": hooked, "bf16": precise}, "s5.index_k", 4, 50.0, cost.BURST)
 
     await bench.step("s5.hicache", hicache)
     await bench.step("s5.index_k", index_k)
+
+
+def _ports(pair: Iterable[Shape]) -> tuple[int, ...]:
+    return tuple(shape.port for shape in pair)
