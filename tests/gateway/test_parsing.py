@@ -141,7 +141,7 @@ def test_a_line_end_too_many_is_no_event() -> None:
     assert EventCutter().feed(b"data: a\n\n\ndata: b\n\n") == [b"data: a\n\n", b"\ndata: b\n\n"]
 
 
-def test_an_event_without_end_is_sentup() -> None:
+def test_an_event_without_end_is_given_up() -> None:
     with pytest.raises(EventError):
         EventCutter().feed(b"x" * (MAX_EVENT_BYTES + 1))
 

@@ -50,7 +50,7 @@ def _gone(pid: int) -> bool:
     """The process has ended and was reaped (or is nobody's zombie)."""
     try:
         state = Path(f"/proc/{pid}/stat").read_text().rsplit(")", 1)[1].split()[0]
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # reaped before it was opened, or read
         return True
     return state == "Z"
 

@@ -61,7 +61,7 @@ def _alive(pid: int) -> bool:
     """A zombie is not."""
     try:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
-    except FileNotFoundError:
+    except (FileNotFoundError, ProcessLookupError):  # reaped before it was opened, or read
         return False
 
 

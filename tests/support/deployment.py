@@ -408,7 +408,7 @@ def _environment(pid: int) -> list[bytes]:
 def _stopped(pid: int) -> bool:
     try:
         tasks = [(task / "stat").read_text() for task in Path(f"/proc/{pid}/task").iterdir()]
-    except FileNotFoundError:  # a thread that was about to end
+    except (FileNotFoundError, ProcessLookupError):  # a thread that was about to end
         return False
     return all(task.rpartition(")")[2].split()[0] == "T" for task in tasks)
 
