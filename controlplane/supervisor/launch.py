@@ -61,7 +61,9 @@ class AdapterLauncher:
             self._registry.note(engine.name, first.number, first.incarnation, process.pid, told)
         except OSError:  # nobody would find it again
             process.kill()
-            await process.reaped()
+            with anyio.CancelScope(shield=True):
+                await process.reaped()
+                await process.close()
             raise
         return process
 

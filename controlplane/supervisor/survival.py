@@ -87,15 +87,25 @@ class Survivors:
         """Starts `argv` with `env` added to our environment, as leader of its own session. Raises OSError."""
         outputs = _outputs(self.folder, incarnation)
 
-        def popen() -> subprocess.Popen[bytes]:
+        def popen() -> tuple[subprocess.Popen[bytes], int]:
             with open(outputs["stdout"], "wb") as stdout, open(outputs["stderr"], "wb") as stderr:
-                return subprocess.Popen(
+                child = subprocess.Popen(
                     argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
                     env={**os.environ, **env}, start_new_session=True,
                 )  # fmt: skip
+            try:
+                return child, os.pidfd_open(child.pid)
+            except OSError:  # nobody could watch it
+                child.kill()
+                child.wait()
+                raise
 
-        child = await anyio.to_thread.run_sync(popen)
-        return SurvivingProcess(child.pid, os.pidfd_open(child.pid), outputs, child)
+        try:
+            child, fd = await anyio.to_thread.run_sync(popen)
+        except OSError:
+            _remove(outputs)
+            raise
+        return SurvivingProcess(child.pid, fd, outputs, child)
 
     def note(self, engine: str, rank: int, incarnation: str, pid: int, told: str | None = None) -> None:
         """Writes a child of ours into the registry, and what is gone out of it. Raises OSError."""
@@ -177,8 +187,7 @@ class SurvivingProcess:
 
     async def close(self) -> None:
         os.close(self._fd)
-        for path in self._outputs.values():
-            path.unlink(missing_ok=True)
+        _remove(self._outputs)
 
     def _more(self, path: Path) -> bytes:
         with open(path, "rb") as output:
@@ -221,6 +230,11 @@ def _reason(ranks: Sequence[Kept], wanted: Wanted | None) -> str | None:
 
 def _outputs(folder: Path, incarnation: str) -> dict[str, Path]:
     return {stream: folder / f"{incarnation}.{stream}" for stream in ("stdout", "stderr")}
+
+
+def _remove(outputs: Mapping[str, Path]) -> None:
+    for path in outputs.values():
+        path.unlink(missing_ok=True)
 
 
 def _size(path: Path) -> int:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import signal
 import tempfile
@@ -331,7 +332,30 @@ async def test_a_process_that_cannot_be_written_down_is_ended(
         note(survivors, engine, rank, incarnation, pid, told)
 
     monkeypatch.setattr(survival.Survivors, "note", noting)
-    with anyio.fail_after(PATIENCE), pytest.raises(IsADirectoryError):
-        await launcher(engine, list(engine.ranks.values()))
-    assert len(noted) == 1
-    assert not _alive(noted[0])
+    with anyio.fail_after(PATIENCE):
+        with pytest.raises(IsADirectoryError):
+            await launcher(engine, list(engine.ranks.values()))
+        before = os.listdir("/proc/self/fd")
+        with pytest.raises(IsADirectoryError):
+            await launcher(engine, list(engine.ranks.values()))
+        await until(lambda: len(os.listdir("/proc/self/fd")) == len(before))  # a loop closes a pipe in its next round
+    assert len(noted) == 2
+    assert not any(map(_alive, noted))
+    assert os.listdir(folder) == ["engines.json.new"]
+
+
+async def test_a_process_that_no_descriptor_is_left_for_is_ended(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    opened: list[int] = []
+
+    def none_left(pid: int) -> int:
+        opened.append(pid)
+        raise OSError(errno.EMFILE, os.strerror(errno.EMFILE))
+
+    monkeypatch.setattr(survival.os, "pidfd_open", none_left)
+    with anyio.fail_after(PATIENCE), pytest.raises(OSError, match="Too many open files"):
+        await survival.Survivors(tmp_path).start("i", ("sleep", "600"), {})
+    (pid,) = opened
+    assert not _alive(pid)
+    assert os.listdir(tmp_path) == []
