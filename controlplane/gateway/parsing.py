@@ -40,7 +40,7 @@ def parse(path: str, raw: bytes, headers: Mapping[str, str], model: str, new_id:
     """
     try:
         body, ids = _decoded(raw)
-    except (msgspec.DecodeError, UnicodeDecodeError) as error:
+    except (msgspec.DecodeError, UnicodeDecodeError, RecursionError) as error:
         raise RequestError(400, "invalid_json", f"the body is no JSON object: {error}") from error
     for name in body:
         if name.startswith(_RESERVED):

@@ -104,7 +104,7 @@ def test_a_missing_model_is_named_with_the_one_served(body: dict[str, Any]) -> N
     assert (refused.value.status, refused.value.param) == (400, "model")
 
 
-@pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"\xff", b'{"a": 1} trailing'])
+@pytest.mark.parametrize("raw", [b"", b"[1]", b"null", b"\xff", b'{"a": 1} trailing', b'{"text": ' + b"[" * 100_000])
 def test_what_is_no_json_object_is_refused(raw: bytes) -> None:
     with pytest.raises(RequestError) as refused:
         parse("/generate", raw, {}, "m", "new")
