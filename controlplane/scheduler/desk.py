@@ -419,7 +419,7 @@ class RoomDesk:
             resends = (rank.aborts.next_due() for _, rank in self._fleet.ranks())
             at = min([max(self._agenda.next, self._heard_at), *(due for due in resends if due is not None)])
             self._timer = _Timer(at, anyio.Event())
-            with anyio.move_on_at(self._timer.at):
+            with anyio.CancelScope(deadline=self._timer.at):
                 await self._timer.wake.wait()
 
     # ---- looking ----------------------------------------------------------------------------------

@@ -38,7 +38,7 @@ async def drain(supervisor: Supervisor, names: Iterable[str], budget: float | No
         return [name for name in asked if supervisor.fleet.engines[name].state is EngineState.DRAINING]
 
     for step in policy.steps():
-        with anyio.move_on_at(begun + step.until):
+        with anyio.CancelScope(deadline=begun + step.until):
             match step.action:
                 case Action.REFUSE:
                     for name in asked:

@@ -253,7 +253,7 @@ class World:
             await anyio.sleep_until(self._began + plan.seconds)
             self.injector.heal()
             rest = anyio.current_time() + _REST
-            with anyio.move_on_at(rest) as patience:
+            with anyio.CancelScope(deadline=rest) as patience:
                 await until(lambda: not self._unrest())
             if patience.cancelled_caught:
                 self.violated("S5", f"not at rest {_REST:.0f} s after the last fault: {self._unrest()}")
