@@ -221,3 +221,17 @@ async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
     await process.close()
     assert sorted(lines) == [("stderr", "two"), ("stdout", "one")]
     assert os.listdir(tmp_path) == []
+
+
+async def test_output_that_somebody_removed_ends_no_engine(tmp_path: Path) -> None:
+    """As whoever cleans a temporary directory does with files that are old."""
+    process = await Survivors(tmp_path).start("incarnation0", ("sleep", "600"), {})
+    for name in os.listdir(tmp_path):
+        os.unlink(tmp_path / name)
+    with anyio.fail_after(PATIENCE):
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(process.relay, lambda stream, text: None)
+            process.kill()
+            assert await process.reaped() == -signal.SIGKILL
+    assert process.relayed.is_set()
+    await process.close()
