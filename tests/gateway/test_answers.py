@@ -96,6 +96,7 @@ async def test_a_client_that_leaves_ends_both_legs(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path)) as running:
         async with streaming(running, ask(prefill={"silent": True}, decode={"tokens": 2, "interval": 3600})) as answer:
             await answer.content.readany()
+            await until(lambda: bool(running.log("prefill0", "leg")))
         await until(lambda: bool(running.telemetry.of(Event.ROOM_ABORTED)))
         assert running.telemetry.of(Event.ROOM_ABORTED)[0]["source"].value == "client"
         await until(lambda: all(running.log(engine, "leg_cancelled") for engine in ("prefill0", "decode0")))
