@@ -338,7 +338,7 @@ async def test_a_process_that_cannot_be_written_down_is_ended(
         before = os.listdir("/proc/self/fd")
         with pytest.raises(IsADirectoryError):
             await launcher(engine, list(engine.ranks.values()))
-        await until(lambda: len(os.listdir("/proc/self/fd")) == len(before))  # a loop closes a pipe in its next round
+        await until(lambda: len(os.listdir("/proc/self/fd")) <= len(before))  # a loop closes its pipes when it may
     assert len(noted) == 2
     assert not any(map(_alive, noted))
     assert os.listdir(folder) == ["engines.json.new"]
