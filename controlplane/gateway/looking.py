@@ -98,7 +98,7 @@ class Looking:
         """`{"rid": ...}`: rooms whose request id is, or begins with, it (SGLang's rule); or `{"abort_all": true}`."""
         try:
             body = msgspec.json.decode(await request.read())
-        except msgspec.DecodeError as error:
+        except (msgspec.DecodeError, RecursionError) as error:
             return RequestError(400, "invalid_json", f"the body is not JSON: {error}").response()
         rid = body.get("rid") if isinstance(body, Mapping) else None
         everything = isinstance(body, Mapping) and body.get("abort_all") is True

@@ -171,9 +171,11 @@ async def test_what_cannot_be_served_is_refused_before_a_room_is_opened(
 
 async def test_invalid_json_and_unknown_paths_have_the_same_error_body(tmp_path: Path) -> None:
     async with stage(pair_config(tmp_path)) as running, aiohttp.ClientSession() as client:
-        async with client.post(running.url + "/generate", data=b'{"text": ') as answer:
-            assert answer.status == 400
-            assert (await answer.json())["error"]["code"] == "invalid_json"
+        for path in ("/generate", "/abort_request"):
+            for raw in (b'{"text": ', b'{"rid": "\xff"}', b'{"rid": ' + b"[" * 100_000):
+                async with client.post(running.url + path, data=raw) as answer:
+                    assert answer.status == 400
+                    assert (await answer.json())["error"]["code"] == "invalid_json"
         async with client.post(running.url + "/v2/nothing") as answer:
             assert answer.status == 404
             assert "/v2/nothing" in (await answer.json())["error"]["message"]
