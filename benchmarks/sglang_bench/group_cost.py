@@ -33,7 +33,7 @@ async def costs(bench: Bench) -> None:
 
     await warm(plain, hooked)
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 16, 290.0, cost.STEADY))
+    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 10, 180.0, cost.STEADY))
     await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return

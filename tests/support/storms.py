@@ -21,6 +21,7 @@ DOOMED_TOKENS = 1500
 SPARED, AFTERWARDS = 8, 8
 STATES = ("allocated", "bootstrapping", "loading", "sending", "landed", "verified", "decoding")
 BEGUN = STATES[STATES.index("sending") :]
+LANDED = STATES[STATES.index("landed") :]
 
 
 class Wave(NamedTuple):
@@ -162,16 +163,24 @@ async def a_peer_comes_back(storm: Storm) -> None:
 
 async def writes_end_unknown(storm: Storm) -> None:
     """Poisoned rooms: nobody frees a page before the writer is fenced."""
+
+    def acked_poisoned() -> int:
+        return sum(event["outcome"] == "poisoned" for event in storm.client.deployment.events("abort.acked"))
+
+    earlier = acked_poisoned()
     await storm.under_way()
     await storm.client.signal(PREFILL, Fault.WRITES_FAIL)
     # For the case that all bytes of the others were written.
     storm.ask(f"{storm.name}more-", prompt(storm.numbers.randrange(10**6), PAGE))
 
     async def poisoned() -> bool:
-        return any(event["outcome"] == "poisoned" for event in storm.client.deployment.events("abort.acked"))
+        for room in (await storm.rooms()).values():
+            if room["state"] in LANDED:  # who has its bytes needs no writer, and would be answered meanwhile
+                await storm.abort(str(room["request_id"]))
+        return acked_poisoned() > earlier
 
     await storm.client.until("the log says that rooms were poisoned", poisoned)
-    await storm.client.abort()  # who has its bytes needs no writer
+    await storm.client.abort()
 
 
 Ending = Callable[[Storm], Awaitable[None]]
