@@ -5,7 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
 from pathlib import Path
 from typing import Any
 
@@ -35,6 +36,9 @@ from fake_engine import GEOMETRY, FakeRank
 from running import PATIENCE, Children, Recorder, Stage, ask, pair_config, post, stage, staged, until
 
 pytestmark = pytest.mark.asyncio
+
+_THREE = [EngineConfig(name="prefill0", role="prefill")]
+_THREE += [EngineConfig(name=f"decode{number}", role="decode") for number in range(2)]
 
 
 def _children(_: Config, link: str) -> Children:
@@ -172,26 +176,31 @@ async def test_a_drain_ends_an_engine_between_two_lives_too(tmp_path: Path) -> N
         assert len(running.telemetry.of(Event.ENGINE_STARTED)) == 2
 
 
+@asynccontextmanager
+async def _drained_around_a_room(running: Stage) -> AsyncIterator[None]:
+    """A drain of everything has begun, and waits for a room of decode0 that is aborted at the end of the block."""
+
+    async def request() -> None:
+        assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 503
+
+    async with anyio.create_task_group() as tasks:
+        tasks.start_soon(request)
+        await until(lambda: running.ranks["decode0"].running == 1)
+        running.tasks.start_soon(running.plane.drain, [], 600.0)
+        await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+        yield
+        await running.plane.abort(None, "over")
+
+
 async def test_an_engine_that_dies_while_it_drains_is_drained(tmp_path: Path) -> None:
     """It is not started again while the drain waits for the rooms of another."""
-    engines = [EngineConfig(name="prefill0", role="prefill")]
-    engines += [EngineConfig(name=f"decode{number}", role="decode") for number in range(2)]
-    async with stage(pair_config(tmp_path, engines=engines)) as running:
-
-        async def request() -> None:
-            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 503
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(request)
-            await until(lambda: running.ranks["decode0"].running == 1)
-            running.tasks.start_soon(running.plane.drain, [], 600.0)
-            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+    async with stage(pair_config(tmp_path, engines=_THREE)) as running:
+        async with _drained_around_a_room(running):
             running.processes["decode1"].kill()
             await until(lambda: bool(running.telemetry.of(Event.ENGINE_FENCED)))
             with anyio.fail_after(PATIENCE):
                 while await _state(running, "decode1") != "drained":  # noqa: ASYNC110 - asked as an operator would
                     await anyio.sleep(0.005)
-            await running.plane.abort(None, "over")
         await until(running.over.is_set)
         assert running.telemetry.of(Event.ENGINE_RESTARTING) == []
 
@@ -201,23 +210,12 @@ async def test_an_engine_that_is_resumed_and_dies_while_others_drain_is_not_drai
 ) -> None:
     """Its next life is still to come when the drain stops the others."""
     monkeypatch.setitem(restart.POLICIES, "late", lambda: restart.Backoff(initial=600.0, cap=600.0))
-    engines = [EngineConfig(name="prefill0", role="prefill")]
-    engines += [EngineConfig(name=f"decode{number}", role="decode") for number in range(2)]
-    config = pair_config(tmp_path, engines=engines, policies=PoliciesConfig(restart="late"))
+    config = pair_config(tmp_path, engines=_THREE, policies=PoliciesConfig(restart="late"))
     async with stage(config) as running:
-
-        async def request() -> None:
-            assert (await post(running, "/generate", ask(decode={"silent": True})))[0] == 503
-
-        async with anyio.create_task_group() as tasks:
-            tasks.start_soon(request)
-            await until(lambda: running.ranks["decode0"].running == 1)
-            running.tasks.start_soon(running.plane.drain, [], 600.0)
-            await until(lambda: bool(running.telemetry.of(Event.DRAIN_BEGIN)))
+        async with _drained_around_a_room(running):
             assert (await running.plane.resume(["decode1"]))["resumed"] == ["decode1"]
             running.processes["decode1"].kill()
             await until(lambda: bool(running.telemetry.of(Event.ENGINE_RESTARTING)))
-            await running.plane.abort(None, "over")
         await until(lambda: bool(running.telemetry.of(Event.DRAIN_DONE)))
         assert running.telemetry.of(Event.DRAIN_DONE)[0]["engines"] == ["prefill0", "decode0"]
         assert await _state(running, "decode1") == "restarting"
