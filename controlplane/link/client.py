@@ -45,6 +45,7 @@ class LinkClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._early: list[ToRank] = []
         self._out: deque[bytes] = deque()
+        self._writing = True  #: what a sender would write now could land inside a frame, or before the handshake
         self._closed = False
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._serve, name="link-read", daemon=True)
@@ -63,16 +64,19 @@ class LinkClient:
         self._writer.start()
 
     def send(self, frame: ToControlPlane) -> None:
-        """Queues a frame; never blocks. On a lost link it goes nowhere: the state is re-sent by snapshot.
+        """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
 
-        Raises FrameError for a frame that is too long.
+        Usually that is all of it: to wake a thread for it, and let that have the interpreter, would cost the caller
+        more. Raises FrameError for a frame that is too long.
         """
         data = encode(frame)
         with self._changed:
             full = len(self._out) >= MAX_QUEUED
             if not self._closed and not full:
-                self._out.append(data)
-                self._changed.notify()
+                left = data if self._writing or self._out else data[self._write_now(data) :]
+                if left:
+                    self._out.append(left)
+                    self._changed.notify()
         if full:
             self._end(f"{MAX_QUEUED} frames wait for a control plane that does not read")
 
@@ -135,6 +139,13 @@ class LinkClient:
                 frames.append(frame)
         return frames
 
+    def _write_now(self, data: bytes) -> int:
+        """How many bytes the socket took. What is wrong with it the writer will meet, and tell."""
+        try:
+            return self._socket.send(data, socket.MSG_DONTWAIT)
+        except OSError:
+            return 0
+
     def _write(self) -> None:
         try:
             while data := self._next():
@@ -149,9 +160,11 @@ class LinkClient:
     def _next(self) -> bytes:
         """All that is queued; empty once the link is closed and everything before that was written."""
         with self._changed:
+            self._writing = False
             self._changed.wait_for(lambda: self._out or self._closed)
             data = b"".join(self._out)
             self._out.clear()
+            self._writing = True
             return data
 
     def _end(self, why: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import queue
 import threading
+import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -13,7 +14,7 @@ import pytest
 
 from dsv4ctl.controlplane.link import client as client_module
 from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
-from dsv4ctl.controlplane.link.codec import Decoder, FrameError
+from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
 from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Received, Refused, SetGuards, Welcome
 from link_plane import HELLO, LIMIT, ControlPlane
 
@@ -51,6 +52,12 @@ def connected(plane: ControlPlane, *early: msgspec.Struct, on_frame: Callable[[A
     return rank
 
 
+def idle(rank: Rank) -> None:
+    """Waits until the writing thread waits for something to write."""
+    while rank.client._writing:
+        time.sleep(0.001)
+
+
 def test_frames_go_both_ways_in_order(plane: ControlPlane) -> None:
     rank = connected(plane, Fenced("P-1"))
     plane.send(Fenced("P-2"), SetGuards(()))
@@ -60,6 +67,77 @@ def test_frames_go_both_ways_in_order(plane: ControlPlane) -> None:
     assert [plane.read().seq for _ in range(500)] == list(range(500))
     rank.client.close()
     rank.threads_end()
+
+
+def test_a_frame_that_the_socket_takes_wakes_no_thread(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = connected(plane)
+    idle(rank)
+    woken: list[None] = []
+    monkeypatch.setattr(rank.client._changed, "notify", lambda: woken.append(None))
+    for seq in range(100):
+        rank.client.send(Received(seq))
+    assert [plane.read().seq for _ in range(100)] == list(range(100))
+    assert not woken
+    monkeypatch.undo()
+    rank.client.close()
+    rank.threads_end()
+
+
+class Narrow:
+    """A socket that takes `room` bytes at once; whoever waits to write more waits for `go`."""
+
+    def __init__(self) -> None:
+        self.room = 0
+        self.written = b""
+        self.waits = threading.Event()
+        self.go = threading.Event()
+
+    def send(self, data: bytes, flags: int) -> int:
+        if not self.room:
+            raise BlockingIOError
+        taken = data[: self.room]
+        self.written += taken
+        return len(taken)
+
+    def sendall(self, data: bytes) -> None:
+        self.waits.set()
+        assert self.go.wait(LIMIT)
+        self.written += data
+
+    def shutdown(self, how: int) -> None: ...
+
+
+def test_a_frame_that_the_socket_took_a_part_of_stays_whole(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank, narrow = Rank(str(tmp_path / "none")), Narrow()
+    client = rank.client
+    client._socket.close()
+    monkeypatch.setattr(client, "_socket", narrow)
+    frames = [Received(seq) for seq in range(5)]
+    narrow.room = 100
+    client.send(frames[0])  # the handshake is not over
+    assert not narrow.written
+    client._writer.start()
+    narrow.go.set()
+    idle(rank)
+    with client._changed:  # before the writer has it
+        narrow.room = 3
+        client.send(frames[1])
+        narrow.room = 100
+        client.send(frames[2])
+    while client._out:
+        time.sleep(0.001)
+    idle(rank)
+    narrow.waits.clear()
+    narrow.go.clear()
+    narrow.room = 3
+    client.send(frames[3])
+    assert narrow.waits.wait(LIMIT)
+    narrow.room = 100
+    client.send(frames[4])  # while the writer has the rest of the one before
+    narrow.go.set()
+    client.close()
+    rank.threads_end()
+    assert narrow.written == b"".join(map(encode, frames))
 
 
 @pytest.mark.parametrize(
