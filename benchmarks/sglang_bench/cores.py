@@ -1,61 +1,97 @@
-"""Whole cores for each server: a scheduler and its transfer agent spin, and two that share a core slow each other down.
+"""The same processors for compared servers: a thread whose core a stranger uses too is slower by a third.
 
-That is by a third and for as long as neither is moved, and on which of two compared servers it falls is luck.
+A scheduler's main thread spins, and so does the one that drives its transfers. Which of a virtual machine's processors
+share their core, and with whom, it is not told, and it changes within seconds. So threads that do the same in compared
+servers share a processor, and only those of the servers that are asked run on it.
 """
 
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
-from contextlib import suppress
+from collections.abc import AsyncIterator, Iterable, Sequence
+from contextlib import asynccontextmanager, suppress
+from itertools import zip_longest
 from pathlib import Path
+from typing import NamedTuple
 
-#: For a scheduler's main thread, the one that drives its transfers, and the processes around it.
-EACH = 4
+import anyio
 
-
-def pin(ports: Sequence[int]) -> dict[int, list[int]]:
-    """Gives every process of the servers at these ports to its server's cores. By port the processors.
-
-    As many cores as two servers have stay free for clients and control planes. Too few cores for that: none is pinned.
-    """
-    cores, parents = _cores(), _parents()
-    each = min(EACH, len(cores) // (len(ports) + 2))
-    pinned = {}
-    for at, port in enumerate(ports):
-        mine = sorted(cpu for core in cores[at * each : (at + 1) * each] for cpu in core)
-        pinned[port] = mine
-        for pid in _tree(port, parents) if mine else ():
-            for thread in _threads(pid):
-                with suppress(ProcessLookupError):  # it ended meanwhile
-                    os.sched_setaffinity(thread, mine)
-    return pinned
+#: How long threads are watched, and the share of it that one which spins has run for.
+_WATCHED_SECONDS, _SPINS = 0.25, 0.6
+#: Processors that stay free for everything else: clients, control planes, and what does not spin in servers.
+_FREE = 4
 
 
-def waited(ports: Sequence[int]) -> float:
-    """Seconds so far that main threads of the servers' schedulers could have run, and others ran (proc: schedstat)."""
-    parents, nanoseconds = _parents(), 0
-    for pid in {pid for port in ports for pid in _tree(port, parents)}:
-        with suppress(OSError):
-            if Path(f"/proc/{pid}/cmdline").read_text().startswith("sglang::scheduler"):
-                nanoseconds += int(Path(f"/proc/{pid}/task/{pid}/schedstat").read_text().split()[1])
-    return nanoseconds / 1e9
+class Thread(NamedTuple):
+    process: int
+    number: int
 
 
-def _cores() -> list[frozenset[int]]:
-    """The processors of each core that this process may use (sysfs: topology/thread_siblings_list)."""
-    mine = os.sched_getaffinity(0)
-    found: dict[frozenset[int], None] = {}
-    for cpu in sorted(mine):
-        siblings = Path(f"/sys/devices/system/cpu/cpu{cpu}/topology/thread_siblings_list")
-        found[frozenset(_numbers(siblings.read_text()) if siblings.exists() else {cpu}) & mine] = None
-    return list(found)
+class Shared(NamedTuple):
+    """By arm the threads that spin; by processor those that share it. Empty: nothing is shared."""
+
+    arms: tuple[tuple[Thread, ...], ...] = ()
+    processors: tuple[tuple[Thread | None, ...], ...] = ()
+
+    def asked(self, arm: int) -> None:
+        """Its threads run; those of the others only while they leave the processor alone."""
+        for number, threads in enumerate(self.arms):
+            _schedule(threads, os.SCHED_OTHER if number == arm else os.SCHED_IDLE)
 
 
-def _numbers(text: str) -> set[int]:
-    """Of `0-1,16-17`."""
-    ranges = (part.split("-") for part in text.strip().split(","))
-    return {number for ends in ranges for number in range(int(ends[0]), int(ends[-1]) + 1)}
+@asynccontextmanager
+async def shared(arms: Sequence[Sequence[int]]) -> AsyncIterator[Shared]:
+    """`arms`: ports of idle servers, in one order in each. Nothing is shared without root, or on few processors."""
+    mine, parents = os.sched_getaffinity(0), _parents()
+    spinning = await _spinning([[_threads(_tree(_serving(port, parents), parents)) for port in arm] for arm in arms])
+    processors = [threads for servers in zip(*spinning, strict=True) for threads in zip_longest(*servers)]
+    if os.geteuid() or len(processors) + _FREE > len(mine):
+        yield Shared()
+        return
+    found = Shared(tuple(tuple(one for server in arm for one in server) for arm in spinning), tuple(processors))
+    own = {one: cpu for cpu, threads in zip(sorted(mine), processors, strict=False) for one in threads if one}
+    rest = mine - set(own.values())
+    ours = _threads(_tree({os.getpid()}, parents))
+    try:
+        for one in ours:
+            _place(one, {own[one]} if one in own else rest)
+        yield found
+    finally:
+        for threads in found.arms:
+            _schedule(threads, os.SCHED_OTHER)
+        for one in ours:
+            _place(one, mine)
+
+
+async def _spinning(arms: list[list[list[Thread]]]) -> list[list[list[Thread]]]:
+    """Of the threads of each server of each arm those that spin."""
+    every = [one for arm in arms for threads in arm for one in threads]
+    before = _ran(every)
+    await anyio.sleep(_WATCHED_SECONDS)
+    after = _ran(every)
+    spin = {one for one in after if after[one] - before.get(one, after[one]) > _SPINS * _WATCHED_SECONDS}
+    return [[[one for one in threads if one in spin] for threads in arm] for arm in arms]
+
+
+def _ran(threads: Iterable[Thread]) -> dict[Thread, float]:
+    """Seconds on a processor so far."""
+    found = {}
+    for one in threads:
+        with suppress(OSError):  # it ended meanwhile
+            stat = Path(f"/proc/{one.process}/task/{one.number}/stat").read_text().rpartition(")")[2].split()
+            found[one] = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+    return found
+
+
+def _place(thread: Thread, processors: Iterable[int]) -> None:
+    with suppress(ProcessLookupError):  # it ended meanwhile
+        os.sched_setaffinity(thread.number, processors)
+
+
+def _schedule(threads: Iterable[Thread], policy: int) -> None:
+    for one in threads:
+        with suppress(ProcessLookupError):  # it ended meanwhile
+            os.sched_setscheduler(one.number, policy, os.sched_param(0))
 
 
 def _parents() -> dict[int, int]:
@@ -66,25 +102,29 @@ def _parents() -> dict[int, int]:
     return found
 
 
-def _tree(port: int, parents: dict[int, int]) -> set[int]:
-    """Every process below one that was started with `--port PORT`, and that one."""
-    tree = {pid for pid in parents if _port(pid) == port}
+def _serving(port: int, pids: Iterable[int]) -> set[int]:
+    """Those that were started with `--port PORT`."""
+    return {pid for pid in pids if f"\0--port\0{port}\0" in _command(pid)}
+
+
+def _command(pid: int) -> str:
+    try:
+        return Path(f"/proc/{pid}/cmdline").read_text()
+    except OSError:  # it ended meanwhile
+        return ""
+
+
+def _tree(roots: set[int], parents: dict[int, int]) -> set[int]:
+    """They, and every process below them."""
+    tree = set(roots)
     while more := {pid for pid, parent in parents.items() if parent in tree} - tree:
         tree |= more
     return tree
 
 
-def _port(pid: int) -> int | None:
-    try:
-        words = Path(f"/proc/{pid}/cmdline").read_text().split("\0")
-    except OSError:
-        return None
-    at = words.index("--port") + 1 if "--port" in words else len(words)
-    return int(words[at]) if at < len(words) and words[at].isdigit() else None
-
-
-def _threads(pid: int) -> list[int]:
-    try:
-        return [int(name) for name in os.listdir(f"/proc/{pid}/task")]
-    except OSError:
-        return []
+def _threads(pids: Iterable[int]) -> list[Thread]:
+    found = []
+    for pid in sorted(pids):
+        with suppress(OSError):  # it ended meanwhile
+            found += [Thread(pid, int(name)) for name in os.listdir(f"/proc/{pid}/task")]
+    return sorted(found)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import math
+import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 from sglang_bench import cores
@@ -25,7 +27,7 @@ class Load(NamedTuple):
 
 
 BURST = Load(32, 32, 900, 96)
-STEADY = Load(96, 32, 900, 96)
+STEADY = Load(64, 32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
 AGAIN = Load(24, 24, 2900, 32, again=True)
 
@@ -35,52 +37,54 @@ class Arm(NamedTuple):
     ports: tuple[int, ...]  #: of its servers
 
 
-def place(arms: Sequence[Arm], turn: int) -> dict[int, list[int]]:
-    """Arms change places every other round: one processor may be slower than another. By port its processors."""
-    first = turn // 2 % len(arms)
-    return cores.pin([port for arm in (*arms[first:], *arms[:first]) for port in arm.ports])
-
-
 async def turns(
     arms: Mapping[str, Arm], results: Results, key: str, *, rounds: int, deadline: float, load: Load
 ) -> None:
     """Each round asks each arm once, the order alternating; the first round warms up and is not counted.
 
-    `ratios`: tokens/s of the last arm over those of the first, round by round. `waited_seconds`: see `cores.waited`.
+    `ratios`: tokens/s of the last arm over those of the first, round by round, and `mean_ratio` with its standard
+    error. Servers share processors, see `cores`: `shared_processors`, 0 if they do not.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     firsts: dict[str, list[float]] = {name: [] for name in arms}
     cached: dict[str, int] = dict.fromkeys(arms, 0)
-    waits: dict[str, float] = dict.fromkeys(arms, 0.0)
     errors: list[str] = []
-    for turn in range(rounds + 1):
-        place([*arms.values()], turn)
-        for name in list(arms) if turn % 2 else reversed(list(arms)):
-            questions = load.prompts(key, turn)
-            before, began = cores.waited(arms[name].ports), time.monotonic()
-            replies = await many(arms[name].client, questions, load.new, stream=True, at_once=load.at_once)
-            seconds = time.monotonic() - began
-            errors += [reply.error for reply in replies if reply.error]
-            if turn:
-                speeds[name].append(sum(len(reply.ids) for reply in replies) / seconds)
-                firsts[name] += [reply.first for reply in replies if reply.first is not None]
-                cached[name] += sum(reply.cached or 0 for reply in replies)
-                waits[name] += cores.waited(arms[name].ports) - before
-        rows = {name: _row(speeds[name], firsts[name], cached[name], waits[name]) for name in arms}
-        first, *_, last = speeds.values()
-        ratios = [round(other / base, 3) for base, other in zip(first, last, strict=True)]
-        results.put(
-            key, load=load._asdict(), rounds=turn, errors=errors[:3], ratios=ratios, ratio=spread(ratios), **rows
-        )
-        if time.monotonic() > deadline:
-            return
+    order = list(arms)
+    async with cores.shared([arm.ports for arm in arms.values()]) as together:
+        for turn in range(rounds + 1):
+            for name in order if turn % 2 else reversed(order):
+                together.asked(order.index(name))
+                questions, began = load.prompts(key, turn), time.monotonic()
+                replies = await many(arms[name].client, questions, load.new, stream=True, at_once=load.at_once)
+                seconds = time.monotonic() - began
+                errors += [reply.error for reply in replies if reply.error]
+                if turn:
+                    speeds[name].append(sum(len(reply.ids) for reply in replies) / seconds)
+                    firsts[name] += [reply.first for reply in replies if reply.first is not None]
+                    cached[name] += sum(reply.cached or 0 for reply in replies)
+            results.put(
+                key, load=load._asdict(), rounds=turn, errors=errors[:3], shared_processors=len(together.processors),
+                **ratios([*speeds.values()]),
+                **{name: _row(speeds[name], firsts[name], cached[name]) for name in arms},
+            )  # fmt: skip
+            if time.monotonic() > deadline:
+                return
 
 
-def _row(speeds: list[float], firsts: list[float], cached: int, waited: float) -> dict[str, Any]:
+def ratios(speeds: list[list[float]]) -> dict[str, Any]:
+    """Of the last arm to the first, round by round."""
+    each = [last / first for first, last in zip(speeds[0], speeds[-1], strict=True)]
+    if len(each) < 2:
+        return {}
+    mean, error = statistics.fmean(each), statistics.stdev(each) / math.sqrt(len(each))
+    shown = [round(ratio, 3) for ratio in each]
+    return {"ratios": shown, "ratio": spread(shown), "mean_ratio": [round(mean, 4), round(error, 4)]}
+
+
+def _row(speeds: list[float], firsts: list[float], cached: int) -> dict[str, Any]:
     return {
         "tokens_per_second": spread(speeds, 1),
         "each": [round(one, 1) for one in speeds],
         "first_token_seconds": spread(firsts),
         "cached_tokens": cached,
-        "waited_seconds": round(waited, 3),
     }

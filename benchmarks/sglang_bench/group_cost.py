@@ -27,13 +27,9 @@ async def costs(bench: Bench) -> None:
         ends = time.monotonic() + seconds
         await cost.turns(arms, bench.results, key, rounds=rounds, deadline=ends, load=load)
 
-    async def warm(*arms: cost.Arm) -> None:
-        bench.say(f"processors at first: {cost.place(arms, 0)}")
-        await jit(bench, *[arm.client for arm in arms])
-
-    await warm(plain, hooked)
+    await jit(bench, plain.client, hooked.client)
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 10, 180.0, cost.STEADY))
+    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 30, 180.0, cost.STEADY))
     await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return
@@ -47,7 +43,7 @@ async def costs(bench: Bench) -> None:
         return
     uncached = cost.Arm(Client(bench.http, bare.url), _ports(without))
     precise = cost.Arm(Client(bench.http, bf16.url), _ports(wide))
-    await warm(hooked, uncached, precise)
+    await jit(bench, hooked.client, uncached.client, precise.client)
 
     async def hicache() -> None:
         arms = {"hicache_off": uncached, "hicache_on": hooked}

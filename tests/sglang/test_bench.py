@@ -13,6 +13,7 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
 from sglang_bench.ask import Reply
 from sglang_bench.compare import distance, summary
+from sglang_bench.cost import ratios
 from sglang_bench.early_send import sends
 from sglang_bench.equality import against, ruled, ruled_bf16
 from sglang_bench.ranks import Notes, divergence
@@ -128,3 +129,10 @@ def test_a_spread_has_a_median(values: list[float], median: float) -> None:
     assert found is not None
     assert found["median"] == median
     assert spread([]) is None
+
+
+def test_a_mean_ratio_has_its_error() -> None:
+    found = ratios([[100.0, 200.0, 50.0], [90.0, 220.0, 50.0]])
+    assert found["ratios"] == [0.9, 1.1, 1.0]
+    assert found["mean_ratio"] == [1.0, 0.0577]
+    assert ratios([[100.0], [90.0]]) == {}
