@@ -1,22 +1,24 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Page digests in Triton: the bits of `digest.digest_torch`, over a page list, one or several layers a launch."""
+"""Page digests in Triton: the bits of `digest.digest_torch`, over page lists, one or several layers a launch."""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers
+from dsv4ctl.kernels.buffers import PageBuffers, Parts
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 
 MIX = tl.constexpr(digest.MIX)
 FINISH = tl.constexpr(digest.FINISH)
+_ROW_BLOCK, _ROW_WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 
 
 @triton.jit
@@ -141,4 +143,35 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
         grid = (min(items, multiprocessors(buffers.device) * 8),)
         odd = digest.multipliers(words, buffers.device)
         _digest_buffers[grid](buffers.pointers, odd, pages, out, count, items, words=words, block=block, num_warps=4)
+    return out
+
+
+# No size and no count is an argument: any mix of pages by one compiled kernel.
+@triton.jit
+def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
+    row = tl.program_id(0)
+    source = tl.load(rows_ptr + row * 2).to(tl.pointer_type(tl.int64))
+    words = tl.load(rows_ptr + row * 2 + 1)
+    lane = tl.arange(0, block)
+    sums = tl.zeros((block,), tl.uint64)
+    for start in range(0, words, block):
+        at = start + lane
+        odd = tl.load(odd_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
+        word = tl.load(source + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
+        sums += _mixed(word, odd)
+    x = tl.sum(sums, axis=0) ^ ((words * 8).to(tl.uint64, bitcast=True) * tl.full([], MIX, tl.uint64))
+    x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
+    tl.store(out_ptr + row, (x ^ (x >> 32)).to(tl.int64, bitcast=True))
+
+
+def digest_parts_triton(parts: Parts) -> torch.Tensor:
+    """`buffers.digest_parts_torch`, by one copy to the device and one launch that no host waits for."""
+    device = parts[0][0].device
+    rows = np.concatenate([buffers.rows(pages) for buffers, pages in parts])
+    out = torch.empty(len(rows), dtype=torch.int64, device=device)
+    if len(rows):
+        odd = digest.multipliers(max(buffers.page_bytes for buffers, _ in parts) // 8, device)
+        # Pageable memory: CUDA has read or staged it when the call returns, so `rows` may go.
+        where = torch.from_numpy(rows).to(device, non_blocking=True)
+        _digest_rows[(len(rows),)](where, odd, out, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
     return out

@@ -126,6 +126,15 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
     return buffers.digest_buffers_torch(page_buffers, pages)
 
 
+def digest_parts(parts: buffers.Parts) -> torch.Tensor:
+    """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, in stream order."""
+    if parts[0][0].device.type == "cuda":
+        from dsv4ctl.kernels.digest_triton import digest_parts_triton
+
+        return digest_parts_triton(parts)
+    return buffers.digest_parts_torch(parts)
+
+
 def load_pages(
     host: torch.Tensor,
     device: torch.Tensor,

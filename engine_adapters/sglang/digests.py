@@ -31,7 +31,6 @@ class Fetched:
     #: What the device still reads until then. The allocator gives memory back to the stream that it came from, and
     #: knows nothing of another stream that has not read it yet.
     _read: tuple[torch.Tensor, ...]
-    _at: npt.NDArray[np.intp] | None = None  #: which of them; None: all
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -39,11 +38,10 @@ class Fetched:
     def get(self) -> Digests:
         if self._event is not None:
             self._event.synchronize()
-        values = self._values.numpy().view(np.uint64)
-        return values if self._at is None else values[self._at]
+        return self._values.numpy().view(np.uint64)
 
-    def part(self, at: npt.NDArray[np.intp]) -> Fetched:
-        return Fetched(self._values, self._event, self._read, at)
+    def split(self, sizes: Sequence[int]) -> list[Fetched]:
+        return [Fetched(values, self._event, self._read) for values in self._values.split(sizes)]
 
 
 def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
@@ -72,8 +70,8 @@ class _Space:
 
     def __init__(self, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
         self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
-        self._pools = [PageBuffers(buffers) for _, buffers in group.values()]
-        self.device = self._pools[0].device
+        self.pools = [PageBuffers(buffers) for _, buffers in group.values()]
+        self.device = self.pools[0].device
         self.shape = (len(self.names), pages)
         self.page_tokens = page_tokens
         self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
@@ -81,7 +79,7 @@ class _Space:
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
-        return torch.cat([ops.digest_buffers(pool, pages) for pool in self._pools])
+        return torch.cat([ops.digest_buffers(pool, pages) for pool in self.pools])
 
     def numbers(self, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
@@ -115,28 +113,21 @@ class PageDigests:
         for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
+        self.landed([dict.fromkeys(self.spaces, (0,))])  # compiled now, not under a request
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
-        together = {name: [page for pages in rooms for page in pages.get(name, ())] for name in self.spaces}
+        parts = [
+            (pool, pages.get(name, ()))
+            for pages in rooms
+            for name, space in self.spaces.items()
+            for pool in space.pools
+        ]
+        sizes = [
+            sum(len(space.names) * len(pages.get(name, ())) for name, space in self.spaces.items()) for pages in rooms
+        ]
         with self._beside_forward():
-            values = [
-                space.compute(torch.tensor(together[name], dtype=torch.int64).to(self._device, non_blocking=True))
-                for name, space in self.spaces.items()
-            ]
-            found = fetch(torch.cat([each.reshape(-1) for each in values]))
-        parts: list[list[npt.NDArray[np.intp]]] = [[] for _ in rooms]
-        base = 0
-        for name, space in self.spaces.items():
-            size = (len(space.names), len(together[name]))
-            places = np.arange(base, base + size[0] * size[1]).reshape(size)
-            column = 0
-            for pages, part in zip(rooms, parts, strict=True):
-                end = column + len(pages.get(name, ()))
-                part.append(places[:, column:end].reshape(-1))
-                column = end
-            base += places.size
-        return [found.part(np.concatenate(part)) for part in parts]
+            return fetch(ops.digest_parts(parts)).split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.

@@ -1,11 +1,13 @@
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
+from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton, digest_parts_triton
 from dsv4ctl.kernels.tickets import Tickets
 
 PAGES = torch.tensor([3, 1, 1], dtype=torch.int32)
@@ -44,6 +46,39 @@ def test_pages_of_several_buffers_in_one_launch() -> None:
     assert (digest_buffers_triton(buffers, chosen).numpy().view(np.uint64) == expected).all()
     assert (ops.digest_buffers(buffers, chosen).numpy().view(np.uint64) == expected).all()
     assert ops.digest_buffers(buffers, chosen[:0]).shape == (3, 0)
+
+
+def part(words: int, buffers: int, pages: list[int], seed: int) -> tuple[PageBuffers, list[int]]:
+    random = torch.Generator().manual_seed(seed)
+    shape = (4, words * 8)
+    return PageBuffers(
+        [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(buffers)]
+    ), pages
+
+
+def by_numpy(parts: Parts) -> list[int]:
+    layers = [(layer.numpy(), pages) for buffers, pages in parts for layer in buffers.layers]
+    return [int(value) for layer, pages in layers for value in digest_numpy(layer[np.array(pages, dtype=int)])]
+
+
+# Around the block of 4,096 words of a step, and pages of one word.
+WORDS = st.one_of(st.sampled_from([1, 2, 4095, 4096, 4097, 8192, 8193]), st.integers(1, 9000))
+PART = st.builds(part, WORDS, st.integers(1, 2), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99))
+
+
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.lists(PART, min_size=1, max_size=4))
+def test_pages_of_any_sizes_in_one_launch(parts: list[tuple[PageBuffers, list[int]]]) -> None:
+    expected = by_numpy(parts)
+    assert digest_parts_triton(parts).numpy().view(np.uint64).tolist() == expected
+    assert digest_parts_torch(parts).numpy().view(np.uint64).tolist() == expected
+
+
+def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
+    parts = [part(149760 // 8, 1, [2], 1), part(1728 // 8, 2, [3, 0], 2), part(5, 1, [], 3)]
+    assert digest_parts_triton(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
+    assert ops.digest_parts(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
+    assert ops.digest_parts(parts[2:]).shape == digest_parts_triton(parts[2:]).shape == (0,)
 
 
 def test_buffers_of_two_page_sizes_are_refused() -> None:
