@@ -43,9 +43,11 @@ class Client:
         self.http = http
         self.url = url
 
-    async def ask(self, ids: list[int], new: int, *, stream: bool = False, deadline: float = 120.0) -> Reply:
-        """Never raises for what the server does: `error` says it."""
-        reply, began = Reply(), time.monotonic()
+    async def ask(
+        self, ids: list[int], new: int, *, stream: bool = False, deadline: float = 120.0, reply: Reply | None = None
+    ) -> Reply:
+        """Fills `reply`. Never raises for what the server does: `error` says it."""
+        reply, began = reply or Reply(), time.monotonic()
         try:
             with anyio.fail_after(deadline):
                 await self._ask(body(ids, new, stream=stream), reply, began)
@@ -65,9 +67,9 @@ class Oracle(Client):
         super().__init__(http, url)
         self._turn = anyio.Lock()
 
-    async def ask(self, ids: list[int], new: int, *, stream: bool = False, deadline: float = 120.0) -> Reply:
+    async def ask(self, *args: Any, **kwargs: Any) -> Reply:
         async with self._turn:
-            return await super().ask(ids, new, stream=stream, deadline=deadline)
+            return await super().ask(*args, **kwargs)
 
 
 class Pair(Client):

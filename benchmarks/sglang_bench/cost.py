@@ -2,19 +2,22 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import statistics
 import time
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import anyio
+
 from sglang_bench import cores
-from sglang_bench.ask import Client, many, prompt
+from sglang_bench.ask import Client, Reply, many, prompt
 from sglang_bench.results import Results, spread
 
 
 class Load(NamedTuple):
-    requests: int  #: in a round
+    requests: int  #: in a round; 0: there are no rounds
     at_once: int  #: an answer makes room for the next; all of a round at once are a burst
     length: int  #: tokens of a prompt
     new: int
@@ -26,8 +29,10 @@ class Load(NamedTuple):
         return [prompt(f"{key} {said} {at}", self.length) for at in range(self.requests)]
 
 
+#: Seconds of a slice, and before it until what waited for the processor has had it; slices of each arm not counted.
+_SLICE, _SETTLE, _WARM_SLICES = 1.0, 0.2, 6
 BURST = Load(32, 32, 900, 96)
-STEADY = Load(64, 32, 900, 96)
+STEADY = Load(0, 32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
 AGAIN = Load(24, 24, 2900, 32, again=True)
 
@@ -42,8 +47,7 @@ async def turns(
 ) -> None:
     """Each round asks each arm once, the order alternating; the first round warms up and is not counted.
 
-    `ratios`: tokens/s of the last arm over those of the first, round by round, and `mean_ratio` with its standard
-    error. Servers share processors, see `cores`: `shared_processors`, 0 if they do not.
+    Of tokens/s: see `ratios`. Servers share processors, see `cores`: `shared_processors`, 0 if they do not.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     firsts: dict[str, list[float]] = {name: [] for name in arms}
@@ -71,14 +75,64 @@ async def turns(
                 return
 
 
+async def slices(arms: Mapping[str, Arm], results: Results, key: str, *, seconds: float, load: Load) -> None:
+    """Every arm is asked all the time, and runs in slices of a second, its tokens counted: a b b a a b b a ...
+
+    What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
+    they do then is hidden, for each request that waits for them as a slice ends. Of tokens/s in pairs of slices: see
+    `ratios`. Raises RuntimeError where servers can't share processors.
+    """
+    speeds: dict[str, list[float]] = {name: [] for name in arms}
+    said: dict[str, list[Reply]] = {name: [] for name in arms}
+    order, ends = list(arms), time.monotonic() + seconds
+    async with anyio.create_task_group() as tasks, cores.shared([arm.ports for arm in arms.values()]) as together:
+        if not together.arms:
+            raise RuntimeError("compared servers can't share processors here: that takes root, and more of them")
+        for name, arm in arms.items():
+            for at in range(load.at_once):
+                tasks.start_soon(_keep_asking, arm.client, said[name], load, at, ends)
+        for number in range(-2 * _WARM_SLICES, int(seconds / (_SETTLE + _SLICE)) - 2 * _WARM_SLICES):
+            at = (number + 1) // 2 % 2
+            together.asked(at)
+            await anyio.sleep(_SETTLE)
+            before, began = _tokens(said[order[at]]), time.monotonic()
+            await anyio.sleep(_SLICE)
+            if number >= 0:
+                speeds[order[at]].append((_tokens(said[order[at]]) - before) / (time.monotonic() - began))
+        shared = len(together.processors)
+    pairs = min(map(len, speeds.values()))
+    errors = [reply.error for replies in said.values() for reply in replies if reply.error]
+    results.put(
+        key, load=load._asdict(), slice_seconds=_SLICE, pairs=pairs, errors=errors[:3], shared_processors=shared,
+        **ratios([found[:pairs] for found in speeds.values()]),
+        **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
+    )  # fmt: skip
+
+
+async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int, ends: float) -> None:
+    """One answer after another; the first is shorter the earlier `at` is, so that not all end at once."""
+    new = load.new * (at + 1) // load.at_once
+    for number in itertools.count():
+        said.append(reply := Reply())
+        await client.ask(prompt(f"{at} {number}", load.length), new, stream=True, reply=reply)
+        if time.monotonic() > ends:
+            return
+        new = load.new
+
+
+def _tokens(said: list[Reply]) -> int:
+    return sum(len(reply.ids) for reply in said)
+
+
 def ratios(speeds: list[list[float]]) -> dict[str, Any]:
-    """Of the last arm to the first, round by round."""
-    each = [last / first for first, last in zip(speeds[0], speeds[-1], strict=True)]
-    if len(each) < 2:
+    """Of the last arm to the first: round by round, and of their means, with the standard error of a ratio estimate."""
+    first, last = speeds[0], speeds[-1]
+    if len(first) < 2:
         return {}
-    mean, error = statistics.fmean(each), statistics.stdev(each) / math.sqrt(len(each))
-    shown = [round(ratio, 3) for ratio in each]
-    return {"ratios": shown, "ratio": spread(shown), "mean_ratio": [round(mean, 4), round(error, 4)]}
+    base, whole = statistics.fmean(first), statistics.fmean(last) / statistics.fmean(first)
+    error = statistics.stdev(b - whole * a for a, b in zip(first, last, strict=True)) / math.sqrt(len(first)) / base
+    each = [round(b / a, 3) for a, b in zip(first, last, strict=True)]
+    return {"ratios": each, "ratio": spread(each), "mean_ratio": [round(whole, 4), round(error, 4)]}
 
 
 def _row(speeds: list[float], firsts: list[float], cached: int) -> dict[str, Any]:

@@ -29,7 +29,9 @@ async def costs(bench: Bench) -> None:
 
     await jit(bench, plain.client, hooked.client)
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step("s5.steady", lambda: turns(arms, "s5.steady", 30, 180.0, cost.STEADY))
+    await bench.step(
+        "s5.steady", lambda: cost.slices(arms, bench.results, "s5.steady", seconds=190.0, load=cost.STEADY)
+    )
     await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return

@@ -58,7 +58,7 @@ GROUPS = {
         560.0,
         100.0,
         {
-            "s5.steady": Step(225.0, 200.0, "tokens/s of 32 at a time, one after another, hooks on and off in turns"),
+            "s5.steady": Step(225.0, 200.0, "tokens/s of 32 at a time, hooks on and off in slices of a second"),
             "s5.cost": Step(90.0, 65.0, "the same of bursts of 32, and their first tokens"),
             "s5.hicache": Step(90.0, 55.0, "HiCache on and off: prompts that are new, and that come again"),
             "s5.index_k": Step(60.0, 45.0, "bf16 and fp8 index keys in turns"),
