@@ -22,9 +22,10 @@ class PageBuffers:
         self.page_bytes = sizes.pop()
         digest.check_pages(2, self.page_bytes)
         self.device = self.layers[0].device
-        addresses = [layer.data_ptr() for layer in self.layers]
-        self.pointers = torch.tensor(addresses, dtype=torch.int64, device=self.device)
-        self._first = np.array([[(address, self.page_bytes // 8)] for address in addresses], dtype=np.int64)
+        #: int64 [buffers].
+        self.addresses = np.array([layer.data_ptr() for layer in self.layers], dtype=np.int64)
+        self.pointers = torch.from_numpy(self.addresses).to(self.device)
+        self._first = np.array([[(address, self.page_bytes // 8)] for address in self.addresses], dtype=np.int64)
         self._step = np.array([self.page_bytes, 0], dtype=np.int64)
 
     def rows(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
@@ -35,6 +36,9 @@ class PageBuffers:
 
 #: Buffers, and the pages that are meant in each of them. The page size may be another in every part.
 Parts = Sequence[tuple[PageBuffers, Sequence[int]]]
+#: Buffers of several page sizes, pages int64 [n] of theirs on the device, and where each digest has its place: int64
+#: [buffers, pool pages], contiguous.
+Places = Sequence[tuple[Sequence[PageBuffers], torch.Tensor, torch.Tensor]]
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -47,3 +51,9 @@ def digest_parts_torch(parts: Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat."""
     found = [digest_buffers_torch(buffers, torch.tensor(pages, dtype=torch.int64)) for buffers, pages in parts]
     return torch.cat([each.reshape(-1) for each in found])
+
+
+def digest_into_torch(places: Places) -> None:
+    """Puts digests of pages where they have their place: `out[:, pages]` of each."""
+    for pools, pages, out in places:
+        out[:, pages] = torch.cat([digest_buffers_torch(buffers, pages) for buffers in pools])

@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers, Parts
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
@@ -146,12 +146,9 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
     return out
 
 
-# No size and no count is an argument: any mix of pages by one compiled kernel.
 @triton.jit
-def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
-    row = tl.program_id(0)
-    source = tl.load(rows_ptr + row * 2).to(tl.pointer_type(tl.int64))
-    words = tl.load(rows_ptr + row * 2 + 1)
+def _digest_of(address, words, odd_ptr, block: tl.constexpr):
+    source = address.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, block)
     sums = tl.zeros((block,), tl.uint64)
     for start in range(0, words, block):
@@ -161,7 +158,24 @@ def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
         sums += _mixed(word, odd)
     x = tl.sum(sums, axis=0) ^ ((words * 8).to(tl.uint64, bitcast=True) * tl.full([], MIX, tl.uint64))
     x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
-    tl.store(out_ptr + row, (x ^ (x >> 32)).to(tl.int64, bitcast=True))
+    return (x ^ (x >> 32)).to(tl.int64, bitcast=True)
+
+
+# No size and no count is an argument of these: any mix of pages by one compiled kernel.
+@triton.jit
+def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
+    row = tl.program_id(0)
+    address, words = tl.load(rows_ptr + row * 2), tl.load(rows_ptr + row * 2 + 1)
+    tl.store(out_ptr + row, _digest_of(address, words, odd_ptr, block))
+
+
+@triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
+def _digest_into(rows_ptr, odd_ptr, pages_ptr, block: tl.constexpr):
+    row = rows_ptr + tl.program_id(0) * 4
+    page = tl.load(pages_ptr + tl.load(row + 3))
+    words = tl.load(row + 1)
+    place = tl.load(row + 2).to(tl.pointer_type(tl.int64)) + page
+    tl.store(place, _digest_of(tl.load(row) + page * words * 8, words, odd_ptr, block))
 
 
 def digest_parts_triton(parts: Parts) -> torch.Tensor:
@@ -175,3 +189,27 @@ def digest_parts_triton(parts: Parts) -> torch.Tensor:
         where = torch.from_numpy(rows).to(device, non_blocking=True)
         _digest_rows[(len(rows),)](where, odd, out, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
     return out
+
+
+def digest_into_triton(places: Places) -> None:
+    """`buffers.digest_into_torch`, in one launch that no host waits for."""
+    tables, first = [], 0
+    for pools, pages, out in places:
+        count, row, step = pages.shape[0], out.data_ptr(), out.stride(0) * 8
+        for buffers in pools:
+            table = np.empty((len(buffers.layers), count, 4), dtype=np.int64)
+            table[:, :, 0] = buffers.addresses[:, None]
+            table[:, :, 1] = buffers.page_bytes // 8
+            table[:, :, 2] = (row + step * np.arange(len(buffers.layers)))[:, None]
+            table[:, :, 3] = np.arange(first, first + count)
+            tables.append(table.reshape(-1, 4))
+            row += step * len(buffers.layers)
+        first += count
+    rows = np.concatenate(tables)
+    if len(rows):
+        device = places[0][1].device
+        longest = max(buffers.page_bytes for pools, _, _ in places for buffers in pools)
+        odd = digest.multipliers(longest // 8, device)
+        together = torch.cat([pages for _, pages, _ in places])
+        where = torch.from_numpy(rows).to(device, non_blocking=True)  # as above: `rows` may go
+        _digest_into[(len(rows),)](where, odd, together, block=_ROW_BLOCK, num_warps=_ROW_WARPS)

@@ -135,6 +135,16 @@ def digest_parts(parts: buffers.Parts) -> torch.Tensor:
     return buffers.digest_parts_torch(parts)
 
 
+def digest_into(places: buffers.Places) -> None:
+    """Puts digests of pages where they have their place: `out[:, pages]` of each, in stream order."""
+    if places[0][1].device.type == "cuda":
+        from dsv4ctl.kernels.digest_triton import digest_into_triton
+
+        digest_into_triton(places)
+    else:
+        buffers.digest_into_torch(places)
+
+
 def load_pages(
     host: torch.Tensor,
     device: torch.Tensor,

@@ -113,7 +113,13 @@ class PageDigests:
         for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
-        self.landed([dict.fromkeys(self.spaces, (0,))])  # compiled now, not under a request
+        self._compile()
+
+    def _compile(self) -> None:
+        """Now, not under a request."""
+        self.landed([dict.fromkeys(self.spaces, (0,))])
+        page = torch.zeros(1, dtype=torch.int64, device=self._device)
+        ops.digest_into([(each.pools, page, torch.zeros_like(each.sealed[:, :1])) for each in self.spaces.values()])
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
@@ -155,17 +161,13 @@ class PageDigests:
         self._note_backups()
         firsts = torch.tensor(_firsts(prefixes, lengths, self._page_tokens["full"]), dtype=torch.int64)
         tokens = locations[firsts.to(locations.device, non_blocking=True)]
-        self._seal("full", tokens // self._page_tokens["full"])
+        pages = {"full": tokens // self._page_tokens["full"]}
         # A page that has left its window by now is SGLang's page 0, which nobody reads.
-        self._seal("swa", self._to_window(tokens).clamp(min=0) // self._page_tokens["swa"])
+        pages["swa"] = self._to_window(tokens).clamp(min=0) // self._page_tokens["swa"]
         if slots is not None:
-            self._seal("state", slots)
-
-    def _seal(self, name: str, pages: torch.Tensor) -> None:
-        space = self.spaces.get(name)
-        if space is not None:
-            pages = pages.to(torch.int64)
-            space.sealed[:, pages] = space.compute(pages)
+            pages["state"] = slots
+        found = [(space, pages[name].to(torch.int64)) for name, space in self.spaces.items() if name in pages]
+        ops.digest_into([(space.pools, numbers, space.sealed) for space, numbers in found])
 
     def backed_up(self, copies: Iterable[Pages]) -> None:
         """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""

@@ -5,9 +5,14 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, digest_parts_torch
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton, digest_parts_triton
+from dsv4ctl.kernels.digest_triton import (
+    digest_buffers_triton,
+    digest_into_triton,
+    digest_pages_triton,
+    digest_parts_triton,
+)
 from dsv4ctl.kernels.tickets import Tickets
 
 PAGES = torch.tensor([3, 1, 1], dtype=torch.int32)
@@ -79,6 +84,32 @@ def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
     assert digest_parts_triton(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
     assert ops.digest_parts(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
     assert ops.digest_parts(parts[2:]).shape == digest_parts_triton(parts[2:]).shape == (0,)
+
+
+PAGES_OF = st.lists(st.integers(0, 3), max_size=4)
+
+
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(st.lists(st.tuples(st.lists(PART, min_size=1, max_size=3), PAGES_OF), min_size=1, max_size=3))
+def test_digests_of_any_pages_go_where_their_places_are(
+    spaces: list[tuple[list[tuple[PageBuffers, list[int]]], list[int]]],
+) -> None:
+    def places() -> Places:
+        return [
+            (pools, torch.tensor(pages, dtype=torch.int64), torch.full((sum(len(p.layers) for p in pools), 4), -1))
+            for parts, pages in spaces
+            for pools in [[buffers for buffers, _ in parts]]
+        ]
+
+    triton, plain = places(), places()
+    digest_into_triton(triton)
+    ops.digest_into(plain)
+    for (pools, pages, out), (_, _, other) in zip(triton, plain, strict=True):
+        expected = torch.full_like(out, -1)
+        chosen = sorted(set(pages.tolist()))
+        values = by_numpy([(buffers, chosen) for buffers in pools])
+        expected[:, chosen] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(len(out), -1)
+        assert out.tolist() == other.tolist() == expected.tolist()
 
 
 def test_buffers_of_two_page_sizes_are_refused() -> None:
