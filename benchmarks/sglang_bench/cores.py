@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import os
 from collections.abc import AsyncIterator, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -33,32 +34,37 @@ class Shared(NamedTuple):
     arms: tuple[tuple[Thread, ...], ...] = ()
     processors: tuple[tuple[Thread | None, ...], ...] = ()
 
-    def asked(self, arm: int) -> None:
-        """Its threads run; those of the others only while they leave the processor alone."""
+    def asked(self, arm: int | None) -> None:
+        """Its threads run; those of the others only while they leave the processor alone. None: all run."""
         for number, threads in enumerate(self.arms):
-            _schedule(threads, os.SCHED_OTHER if number == arm else os.SCHED_IDLE)
+            _schedule(threads, os.SCHED_OTHER if arm in (None, number) else os.SCHED_IDLE)
 
 
 @asynccontextmanager
 async def shared(arms: Sequence[Sequence[int]]) -> AsyncIterator[Shared]:
-    """`arms`: ports of idle servers, in one order in each. Nothing is shared without root, or on few processors."""
+    """`arms`: ports of idle servers, in one order in each.
+
+    Nothing is shared on few processors, where a server has no thread that spins, or where a thread that is put back
+    can't be brought forward again (that takes CAP_SYS_NICE). At the end all run, and everywhere.
+    """
     mine, parents = os.sched_getaffinity(0), _parents()
     spinning = await _spinning([[_threads(_tree(_serving(port, parents), parents)) for port in arm] for arm in arms])
     processors = [threads for servers in zip(*spinning, strict=True) for threads in zip_longest(*servers)]
-    if os.geteuid() or len(processors) + _FREE > len(mine):
+    every = all(threads for servers in spinning for threads in servers)
+    if not every or len(processors) + _FREE > len(mine) or not _comes_back():
         yield Shared()
         return
     found = Shared(tuple(tuple(one for server in arm for one in server) for arm in spinning), tuple(processors))
     own = {one: cpu for cpu, threads in zip(sorted(mine), processors, strict=False) for one in threads if one}
     rest = mine - set(own.values())
-    ours = _threads(_tree({os.getpid()}, parents))
     try:
-        for one in ours:
+        for one in _threads(_tree({os.getpid()}, parents)):
             _place(one, {own[one]} if one in own else rest)
         yield found
     finally:
-        for threads in found.arms:
-            _schedule(threads, os.SCHED_OTHER)
+        found.asked(None)
+        ours = _threads(_tree({os.getpid()}, _parents()))  # one that began meanwhile began as who began it was
+        _schedule(ours, os.SCHED_OTHER)
         for one in ours:
             _place(one, mine)
 
@@ -92,6 +98,21 @@ def _schedule(threads: Iterable[Thread], policy: int) -> None:
     for one in threads:
         with suppress(ProcessLookupError):  # it ended meanwhile
             os.sched_setscheduler(one.number, policy, os.sched_param(0))
+
+
+def _comes_back() -> bool:
+    """Whether a thread that is made idle can be made another again: one that ends with the trial."""
+
+    def trial() -> bool:
+        try:
+            for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
+                os.sched_setscheduler(0, policy, os.sched_param(0))
+        except PermissionError:
+            return False
+        return True
+
+    with ThreadPoolExecutor(1) as one:
+        return one.submit(trial).result()
 
 
 def _parents() -> dict[int, int]:

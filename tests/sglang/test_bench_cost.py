@@ -1,0 +1,95 @@
+"""The comparison of two servers on the same processors: who may run, and that all may at the end."""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+
+import anyio
+import pytest
+
+sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
+
+from sglang_bench import cores
+from sglang_bench.cores import Shared, Thread
+
+LIMIT = 30.0
+ALL = set(range(8))
+OURS = Thread(1, 1)
+SPINNING = [[[Thread(2, 2)], [Thread(3, 3)]], [[Thread(4, 4)], [Thread(5, 5)]]]
+
+
+class System:
+    """The processors and policies of some threads, in place of this machine's."""
+
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, spinning: list[list[list[Thread]]]) -> None:
+        self.threads = [OURS, *(one for arm in spinning for server in arm for one in server)]
+        self.processors = {one.number: ALL for one in self.threads}
+        self.policies = {one.number: os.SCHED_OTHER for one in self.threads}
+        self.refused = False
+
+        async def watched(arms: object) -> list[list[list[Thread]]]:
+            return spinning
+
+        monkeypatch.setattr(cores, "_spinning", watched)
+        monkeypatch.setattr(cores, "_threads", lambda pids: list(self.threads))
+        monkeypatch.setattr(os, "sched_getaffinity", lambda number: ALL)
+        monkeypatch.setattr(os, "sched_setaffinity", self._place)
+        monkeypatch.setattr(os, "sched_setscheduler", self._schedule)
+
+    def begin(self, number: int, by: int) -> None:
+        self.threads.append(Thread(by, number))
+        self.processors[number], self.policies[number] = self.processors[by], self.policies[by]
+
+    def _place(self, number: int, processors: Iterable[int]) -> None:
+        self.processors[number] = set(processors)
+
+    def _schedule(self, number: int, policy: int, param: object) -> None:
+        if self.refused and policy == os.SCHED_OTHER:
+            raise PermissionError
+        self.policies[number] = policy
+
+
+@pytest.mark.asyncio
+async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch, SPINNING)
+    async with cores.shared([(1, 2), (3, 4)]) as together:
+        assert system.processors == {1: {2, 3, 4, 5, 6, 7}, 2: {0}, 4: {0}, 3: {1}, 5: {1}}
+        together.asked(1)
+        assert [number for number, policy in system.policies.items() if policy == os.SCHED_IDLE] == [2, 3]
+        together.asked(None)
+        assert os.SCHED_IDLE not in system.policies.values()
+
+
+@pytest.mark.asyncio
+async def test_at_the_end_all_run_everywhere_those_that_began_meanwhile_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch, SPINNING)
+    with anyio.CancelScope() as scope:
+        async with cores.shared([(1, 2), (3, 4)]) as together:
+            together.asked(0)
+            system.begin(9, by=4)
+            assert (system.policies[9], system.processors[9]) == (os.SCHED_IDLE, {0})
+            scope.cancel()
+            await anyio.lowlevel.checkpoint()
+    assert scope.cancelled_caught
+    assert set(system.policies.values()) == {os.SCHED_OTHER}
+    assert all(processors == ALL for processors in system.processors.values())
+
+
+@pytest.mark.asyncio
+async def test_no_thread_is_put_back_that_could_not_be_brought_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch, SPINNING)
+    system.refused = True
+    async with cores.shared([(1, 2), (3, 4)]) as together:
+        together.asked(0)
+        assert together == Shared()
+    assert {system.policies[one.number] for one in system.threads} == {os.SCHED_OTHER}
+
+
+@pytest.mark.asyncio
+async def test_nothing_is_shared_with_a_server_that_does_not_spin(monkeypatch: pytest.MonkeyPatch) -> None:
+    System(monkeypatch, [SPINNING[0], [SPINNING[1][0], []]])
+    async with cores.shared([(1, 2), (3, 4)]) as together:
+        assert together == Shared()
