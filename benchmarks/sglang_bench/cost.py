@@ -85,28 +85,29 @@ async def slices(arms: Mapping[str, Arm], results: Results, key: str, *, seconds
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     said: dict[str, list[Reply]] = {name: [] for name in arms}
     order, ends = list(arms), time.monotonic() + seconds
-    async with anyio.create_task_group() as tasks, cores.shared([arm.ports for arm in arms.values()]) as together:
+    async with cores.shared([arm.ports for arm in arms.values()]) as together:
         if not together.arms:
-            raise RuntimeError("compared servers can't share processors here: that takes root, and more of them")
-        for name, arm in arms.items():
-            for at in range(load.at_once):
-                tasks.start_soon(_keep_asking, arm.client, said[name], load, at, ends)
-        for number in range(-2 * _WARM_SLICES, int(seconds / (_SETTLE + _SLICE)) - 2 * _WARM_SLICES):
-            at = (number + 1) // 2 % 2
-            together.asked(at)
-            await anyio.sleep(_SETTLE)
-            before, began = _tokens(said[order[at]]), time.monotonic()
-            await anyio.sleep(_SLICE)
-            if number >= 0:
-                speeds[order[at]].append((_tokens(said[order[at]]) - before) / (time.monotonic() - began))
-        shared = len(together.processors)
-    pairs = min(map(len, speeds.values()))
-    errors = [reply.error for replies in said.values() for reply in replies if reply.error]
-    results.put(
-        key, load=load._asdict(), slice_seconds=_SLICE, pairs=pairs, errors=errors[:3], shared_processors=shared,
-        **ratios([found[:pairs] for found in speeds.values()]),
-        **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
-    )  # fmt: skip
+            raise RuntimeError("compared servers can't share processors here: see `cores.shared`")
+        async with anyio.create_task_group() as tasks:
+            for name, arm in arms.items():
+                for at in range(load.at_once):
+                    tasks.start_soon(_keep_asking, arm.client, said[name], load, at, ends)
+            for number in range(-2 * _WARM_SLICES, int(seconds / (_SETTLE + _SLICE)) - 2 * _WARM_SLICES):
+                at = (number + 1) // 2 % 2
+                together.asked(at)
+                await anyio.sleep(_SETTLE)
+                before, began = _tokens(said[order[at]]), time.monotonic()
+                await anyio.sleep(_SLICE)
+                if number >= 0:
+                    speeds[order[at]].append((_tokens(said[order[at]]) - before) / (time.monotonic() - began))
+            together.asked(None)  # for the last answers, which nothing is lost with
+            pairs = min(map(len, speeds.values()))
+            errors = [reply.error for replies in said.values() for reply in replies if reply.error]
+            results.put(
+                key, load=load._asdict(), slice_seconds=_SLICE, pairs=pairs, errors=errors[:3],
+                shared_processors=len(together.processors), **ratios([found[:pairs] for found in speeds.values()]),
+                **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
+            )  # fmt: skip
 
 
 async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int, ends: float) -> None:
@@ -125,13 +126,16 @@ def _tokens(said: list[Reply]) -> int:
 
 
 def ratios(speeds: list[list[float]]) -> dict[str, Any]:
-    """Of the last arm to the first: round by round, and of their means, with the standard error of a ratio estimate."""
+    """Of the last arm to the first: round by round, and of their means, with the standard error of a ratio estimate.
+
+    A round in which the first said nothing has no ratio, and counts in the means.
+    """
     first, last = speeds[0], speeds[-1]
-    if len(first) < 2:
+    if len(first) < 2 or not any(first):
         return {}
     base, whole = statistics.fmean(first), statistics.fmean(last) / statistics.fmean(first)
     error = statistics.stdev(b - whole * a for a, b in zip(first, last, strict=True)) / math.sqrt(len(first)) / base
-    each = [round(b / a, 3) for a, b in zip(first, last, strict=True)]
+    each = [round(b / a, 3) for a, b in zip(first, last, strict=True) if a]
     return {"ratios": each, "ratio": spread(each), "mean_ratio": [round(whole, 4), round(error, 4)]}
 
 

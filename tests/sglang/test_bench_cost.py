@@ -1,18 +1,21 @@
-"""The comparison of two servers on the same processors: who may run, and that all may at the end."""
+"""The comparison of two servers on the same processors: who may run, that all may at the end, and what is kept."""
 
 from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterable
+from collections.abc import AsyncIterator, Iterable
+from contextlib import asynccontextmanager
 from pathlib import Path
+from typing import Any
 
 import anyio
 import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from sglang_bench import cores
+from sglang_bench import cores, cost
+from sglang_bench.ask import Reply
 from sglang_bench.cores import Shared, Thread
 
 LIMIT = 30.0
@@ -93,3 +96,52 @@ async def test_nothing_is_shared_with_a_server_that_does_not_spin(monkeypatch: p
     System(monkeypatch, [SPINNING[0], [SPINNING[1][0], []]])
     async with cores.shared([(1, 2), (3, 4)]) as together:
         assert together == Shared()
+
+
+class Kept:
+    """Results that arrive: what asks waits for that."""
+
+    def __init__(self) -> None:
+        self.found: dict[str, Any] = {}
+        self.there = anyio.Event()
+
+    def put(self, key: str, **values: Any) -> None:
+        self.found[key] = values
+        self.there.set()
+
+    async def ask(self, *args: object, reply: Reply, **options: object) -> Reply:
+        await self.there.wait()
+        return reply
+
+
+def sharing(monkeypatch: pytest.MonkeyPatch, shared: Shared) -> None:
+    @asynccontextmanager
+    async def always(ports: object) -> AsyncIterator[Shared]:
+        yield shared
+
+    monkeypatch.setattr(cores, "shared", always)
+
+
+@pytest.mark.asyncio
+async def test_what_was_measured_is_kept_before_the_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing(monkeypatch, Shared(((), ()), ((),)))
+    kept: Any = Kept()
+    arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
+    with anyio.fail_after(LIMIT):
+        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.Load(0, 2, 8, 4))
+    assert kept.found["key"]["shared_processors"] == 1
+
+
+@pytest.mark.asyncio
+async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    sharing(monkeypatch, Shared())
+    kept: Any = Kept()
+    arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
+    with pytest.raises(RuntimeError, match="can't share"):
+        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.STEADY)
+
+
+def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
+    found = cost.ratios([[0.0, 200.0], [100.0, 100.0]])
+    assert (found["ratios"], found["mean_ratio"][0]) == ([0.5], 1.0)
+    assert cost.ratios([[0.0, 0.0], [1.0, 1.0]]) == {}
