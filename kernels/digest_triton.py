@@ -171,11 +171,12 @@ def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
 
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_into(rows_ptr, odd_ptr, pages_ptr, block: tl.constexpr):
-    row = rows_ptr + tl.program_id(0) * 4
+    row = rows_ptr + tl.program_id(0) * 5
     page = tl.load(pages_ptr + tl.load(row + 3))
     words = tl.load(row + 1)
     place = tl.load(row + 2).to(tl.pointer_type(tl.int64)) + page
-    tl.store(place, _digest_of(tl.load(row) + page * words * 8, words, odd_ptr, block))
+    if (page >= 0) & (page < tl.load(row + 4)):
+        tl.store(place, _digest_of(tl.load(row) + page * words * 8, words, odd_ptr, block))
 
 
 def digest_parts_triton(parts: Parts) -> torch.Tensor:
@@ -192,17 +193,18 @@ def digest_parts_triton(parts: Parts) -> torch.Tensor:
 
 
 def digest_into_triton(places: Places) -> None:
-    """`buffers.digest_into_torch`, in one launch that no host waits for."""
+    """`buffers.digest_into_torch`, in one launch that no host waits for. A page that has no place is left out."""
     tables, first = [], 0
     for pools, pages, out in places:
         count, row, step = pages.shape[0], out.data_ptr(), out.stride(0) * 8
         for buffers in pools:
-            table = np.empty((len(buffers.layers), count, 4), dtype=np.int64)
+            table = np.empty((len(buffers.layers), count, 5), dtype=np.int64)
             table[:, :, 0] = buffers.addresses[:, None]
             table[:, :, 1] = buffers.page_bytes // 8
             table[:, :, 2] = (row + step * np.arange(len(buffers.layers)))[:, None]
             table[:, :, 3] = np.arange(first, first + count)
-            tables.append(table.reshape(-1, 4))
+            table[:, :, 4] = out.shape[1]
+            tables.append(table.reshape(-1, 5))
             row += step * len(buffers.layers)
         first += count
     rows = np.concatenate(tables)

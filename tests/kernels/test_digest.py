@@ -112,6 +112,15 @@ def test_digests_of_any_pages_go_where_their_places_are(
         assert out.tolist() == other.tolist() == expected.tolist()
 
 
+def test_a_page_that_has_no_place_is_neither_read_nor_written() -> None:
+    buffers, _ = part(3, 2, [], 5)
+    memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
+    digest_into_triton([([buffers], torch.tensor([-1, 4, 2]), memory[1:3])])
+    expected = torch.full((4, 4), -1)
+    expected[1:3, 2] = torch.from_numpy(np.array(by_numpy([(buffers, [2])]), dtype=np.uint64).view(np.int64))
+    assert memory.tolist() == expected.tolist()
+
+
 def test_buffers_of_two_page_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="one page size"):
         PageBuffers([torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.uint8)])
