@@ -30,6 +30,28 @@ def _mixed(word, odd):
     return x ^ (x >> 32)
 
 
+@triton.jit
+def _finished(sums, words):
+    size = (tl.full([], 8, tl.int64) * words).to(tl.uint64, bitcast=True)
+    x = tl.sum(sums, axis=0) ^ (size * tl.full([], MIX, tl.uint64))
+    x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
+    return x ^ (x >> 32)
+
+
+@triton.jit
+def _digest_of(address, words, odd_ptr, block: tl.constexpr):
+    """Of the page at an address."""
+    source = address.to(tl.pointer_type(tl.int64))
+    lane = tl.arange(0, block)
+    sums = tl.zeros((block,), tl.uint64)
+    for start in range(0, words, block):
+        at = start + lane
+        odd = tl.load(odd_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
+        word = tl.load(source + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
+        sums += _mixed(word, odd)
+    return _finished(sums, words).to(tl.int64, bitcast=True)
+
+
 @triton.jit(do_not_specialize=["count", "items"])
 def _digest(
     source_ptr, odd_ptr, pages_ptr, out_ptr, words_ptr, group_pages, expected_ptr, failed_ptr, deadline, layer_words,
@@ -59,9 +81,7 @@ def _digest(
                     if words > block:
                         odd = tl.load(odd_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
                     sums += _mixed(word, odd)
-            x = tl.sum(sums, axis=0) ^ (tl.full([], words * 8, tl.uint64) * tl.full([], MIX, tl.uint64))
-            x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
-            digest = x ^ (x >> 32)
+            digest = _finished(sums, words)
         tl.store(out_ptr + item, digest.to(tl.int64, bitcast=True))
 
 
@@ -118,19 +138,10 @@ def digest_pages_triton(
 def _digest_buffers(
     pointers_ptr, odd_ptr, pages_ptr, out_ptr, count, items, words: tl.constexpr, block: tl.constexpr,
 ):  # fmt: skip
-    lane = tl.arange(0, block)
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         page = tl.load(pages_ptr + item % count).to(tl.int64)
-        source = tl.load(pointers_ptr + item // count).to(tl.pointer_type(tl.int64)) + page * words
-        sums = tl.zeros((block,), tl.uint64)
-        for start in range(0, words, block):
-            at = start + lane
-            odd = tl.load(odd_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-            word = tl.load(source + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-            sums += _mixed(word, odd)
-        x = tl.sum(sums, axis=0) ^ (tl.full([], words * 8, tl.uint64) * tl.full([], MIX, tl.uint64))
-        x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
-        tl.store(out_ptr + item, (x ^ (x >> 32)).to(tl.int64, bitcast=True))
+        address = tl.load(pointers_ptr + item // count) + page * (words * 8)
+        tl.store(out_ptr + item, _digest_of(address, words, odd_ptr, block))
 
 
 def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -144,21 +155,6 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
         odd = digest.multipliers(words, buffers.device)
         _digest_buffers[grid](buffers.pointers, odd, pages, out, count, items, words=words, block=block, num_warps=4)
     return out
-
-
-@triton.jit
-def _digest_of(address, words, odd_ptr, block: tl.constexpr):
-    source = address.to(tl.pointer_type(tl.int64))
-    lane = tl.arange(0, block)
-    sums = tl.zeros((block,), tl.uint64)
-    for start in range(0, words, block):
-        at = start + lane
-        odd = tl.load(odd_ptr + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-        word = tl.load(source + at, mask=at < words, other=0).to(tl.uint64, bitcast=True)
-        sums += _mixed(word, odd)
-    x = tl.sum(sums, axis=0) ^ ((words * 8).to(tl.uint64, bitcast=True) * tl.full([], MIX, tl.uint64))
-    x = (x ^ (x >> 32)) * tl.full([], FINISH, tl.uint64)
-    return (x ^ (x >> 32)).to(tl.int64, bitcast=True)
 
 
 # No size and no count is an argument of these: any mix of pages by one compiled kernel.
@@ -179,16 +175,20 @@ def _digest_into(rows_ptr, odd_ptr, pages_ptr, block: tl.constexpr):
         tl.store(place, _digest_of(tl.load(row) + page * words * 8, words, odd_ptr, block))
 
 
+def _by_rows(kernel, rows, longest, tensor):
+    """`longest`: B of the longest page in the rows."""
+    if len(rows):
+        # Pageable memory: CUDA has read or staged it when the call returns, so `rows` may go.
+        where = torch.from_numpy(rows).to(tensor.device, non_blocking=True)
+        odd = digest.multipliers(longest // 8, tensor.device)
+        kernel[(len(rows),)](where, odd, tensor, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
+
+
 def digest_parts_triton(parts: Parts) -> torch.Tensor:
     """`buffers.digest_parts_torch`, by one copy to the device and one launch that no host waits for."""
-    device = parts[0][0].device
     rows = np.concatenate([buffers.rows(pages) for buffers, pages in parts])
-    out = torch.empty(len(rows), dtype=torch.int64, device=device)
-    if len(rows):
-        odd = digest.multipliers(max(buffers.page_bytes for buffers, _ in parts) // 8, device)
-        # Pageable memory: CUDA has read or staged it when the call returns, so `rows` may go.
-        where = torch.from_numpy(rows).to(device, non_blocking=True)
-        _digest_rows[(len(rows),)](where, odd, out, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
+    out = torch.empty(len(rows), dtype=torch.int64, device=parts[0][0].device)
+    _by_rows(_digest_rows, rows, max(buffers.page_bytes for buffers, _ in parts), out)
     return out
 
 
@@ -207,11 +207,5 @@ def digest_into_triton(places: Places) -> None:
             tables.append(table.reshape(-1, 5))
             row += step * len(buffers.layers)
         first += count
-    rows = np.concatenate(tables)
-    if len(rows):
-        device = places[0][1].device
-        longest = max(buffers.page_bytes for pools, _, _ in places for buffers in pools)
-        odd = digest.multipliers(longest // 8, device)
-        together = torch.cat([pages for _, pages, _ in places])
-        where = torch.from_numpy(rows).to(device, non_blocking=True)  # as above: `rows` may go
-        _digest_into[(len(rows),)](where, odd, together, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
+    longest = max(buffers.page_bytes for pools, _, _ in places for buffers in pools)
+    _by_rows(_digest_into, np.concatenate(tables), longest, torch.cat([pages for _, pages, _ in places]))

@@ -75,7 +75,6 @@ class _Space:
         self.shape = (len(self.names), pages)
         self.page_tokens = page_tokens
         self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
-        self.compute(torch.zeros(1, dtype=torch.int64, device=self.device))  # compiled now, not under a request
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
@@ -117,8 +116,11 @@ class PageDigests:
 
     def _compile(self) -> None:
         """Now, not under a request."""
-        self.landed([dict.fromkeys(self.spaces, (0,))])
         page = torch.zeros(1, dtype=torch.int64, device=self._device)
+        for space in self.spaces.values():
+            if space.on_host.numel():  # only a load is compared with what it has to be
+                space.compute(page)
+        self.landed([dict.fromkeys(self.spaces, (0,))])
         ops.digest_into([(each.pools, page, torch.zeros_like(each.sealed[:, :1])) for each in self.spaces.values()])
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
