@@ -131,17 +131,16 @@ def _room(key: str | None) -> int | None:
     return int(digits[0]) if digits else None
 
 
-async def many(client: Client, questions: list[list[int]], new: int, *, stream: bool = False,
-               deadline: float = 120.0, at_once: int | None = None) -> list[Reply]:  # fmt: skip
-    """All at once; or `at_once` of them, and the next one as soon as one of those is answered."""
+async def many(
+    client: Client, questions: list[list[int]], new: int, *, stream: bool = False, deadline: float = 120.0
+) -> list[Reply]:
+    """All at once."""
     replies: list[Reply] = [Reply() for _ in questions]
-    left = iter(range(len(questions)))
 
-    async def next_ones() -> None:
-        for at in left:
-            replies[at] = await client.ask(questions[at], new, stream=stream, deadline=deadline)
+    async def one(at: int) -> None:
+        replies[at] = await client.ask(questions[at], new, stream=stream, deadline=deadline)
 
     async with anyio.create_task_group() as tasks:
-        for _ in range(at_once or len(questions)):
-            tasks.start_soon(next_ones)
+        for at in range(len(questions)):
+            tasks.start_soon(one, at)
     return replies

@@ -62,7 +62,6 @@ async def shared(arms: Sequence[Sequence[int]]) -> AsyncIterator[Shared]:
             _place(one, {own[one]} if one in own else rest)
         yield found
     finally:
-        found.asked(None)
         ours = _threads(_tree({os.getpid()}, _parents()))  # one that began meanwhile began as who began it was
         _schedule(ours, os.SCHED_OTHER)
         for one in ours:

@@ -17,8 +17,7 @@ from sglang_bench.results import Results, spread
 
 
 class Load(NamedTuple):
-    requests: int  #: in a round; 0: there are no rounds
-    at_once: int  #: an answer makes room for the next; all of a round at once are a burst
+    at_once: int  #: requests: a whole round of them, or of slices each followed by the next
     length: int  #: tokens of a prompt
     new: int
     again: bool = False  #: each round asks what the one before it asked
@@ -26,15 +25,14 @@ class Load(NamedTuple):
     def prompts(self, key: str, turn: int) -> list[list[int]]:
         """Of another `key`, other prompts: an engine of two comparisons has not seen them."""
         said = "again" if self.again else str(turn)
-        return [prompt(f"{key} {said} {at}", self.length) for at in range(self.requests)]
+        return [prompt(f"{key} {said} {at}", self.length) for at in range(self.at_once)]
 
 
 #: Seconds of a slice, and before it until what waited for the processor has had it; slices of each arm not counted.
 _SLICE, _SETTLE, _WARM_SLICES = 1.0, 0.2, 6
-BURST = Load(32, 32, 900, 96)
-STEADY = Load(0, 32, 900, 96)
+NEW = Load(32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
-AGAIN = Load(24, 24, 2900, 32, again=True)
+AGAIN = Load(24, 2900, 32, again=True)
 
 
 class Arm(NamedTuple):
@@ -59,7 +57,7 @@ async def turns(
             for name in order if turn % 2 else reversed(order):
                 together.asked(order.index(name))
                 questions, began = load.prompts(key, turn), time.monotonic()
-                replies = await many(arms[name].client, questions, load.new, stream=True, at_once=load.at_once)
+                replies = await many(arms[name].client, questions, load.new, stream=True)
                 seconds = time.monotonic() - began
                 errors += [reply.error for reply in replies if reply.error]
                 if turn:

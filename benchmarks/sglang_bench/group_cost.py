@@ -29,10 +29,8 @@ async def costs(bench: Bench) -> None:
 
     await jit(bench, plain.client, hooked.client)
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step(
-        "s5.steady", lambda: cost.slices(arms, bench.results, "s5.steady", seconds=190.0, load=cost.STEADY)
-    )
-    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.BURST))
+    await bench.step("s5.steady", lambda: cost.slices(arms, bench.results, "s5.steady", seconds=190.0, load=cost.NEW))
+    await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.NEW))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return
     for server in servers:
@@ -49,11 +47,11 @@ async def costs(bench: Bench) -> None:
 
     async def hicache() -> None:
         arms = {"hicache_off": uncached, "hicache_on": hooked}
-        await turns(arms, "s5.hicache.new", 3, 40.0, cost.BURST)
+        await turns(arms, "s5.hicache.new", 3, 40.0, cost.NEW)
         await turns(arms, "s5.hicache.again", 3, 40.0, cost.AGAIN)
 
     async def index_k() -> None:
-        await turns({"fp8": hooked, "bf16": precise}, "s5.index_k", 4, 50.0, cost.BURST)
+        await turns({"fp8": hooked, "bf16": precise}, "s5.index_k", 4, 50.0, cost.NEW)
 
     await bench.step("s5.hicache", hicache)
     await bench.step("s5.index_k", index_k)

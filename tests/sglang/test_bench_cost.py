@@ -128,7 +128,7 @@ async def test_what_was_measured_is_kept_before_the_last_answers(monkeypatch: py
     kept: Any = Kept()
     arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
     with anyio.fail_after(LIMIT):
-        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.Load(0, 2, 8, 4))
+        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.Load(2, 8, 4))
     assert kept.found["key"]["shared_processors"] == 1
 
 
@@ -138,7 +138,7 @@ async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) ->
     kept: Any = Kept()
     arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
     with pytest.raises(RuntimeError, match="can't share"):
-        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.STEADY)
+        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.NEW)
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
