@@ -4,15 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsv4ctl.kernels import digest
 
 
 class PageBuffers:
-    """Buffers [pages, page_bytes], contiguous, of one page size, on one device. `pointers`: where each begins."""
+    """Buffers [pages, page_bytes], contiguous, of one page size, on one device. `pointers`: where they begin, int64."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.layers = [buffer.view(torch.uint8) for buffer in buffers]
@@ -22,23 +20,33 @@ class PageBuffers:
         self.page_bytes = sizes.pop()
         digest.check_pages(2, self.page_bytes)
         self.device = self.layers[0].device
-        #: int64 [buffers].
-        self.addresses = np.array([layer.data_ptr() for layer in self.layers], dtype=np.int64)
-        self.pointers = torch.from_numpy(self.addresses).to(self.device)
-        self._first = np.array([[(address, self.page_bytes // 8)] for address in self.addresses], dtype=np.int64)
-        self._step = np.array([self.page_bytes, 0], dtype=np.int64)
-
-    def rows(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Where these pages are in each buffer: (address, 64-bit words), int64 [buffers * n, 2]."""
-        numbers = np.asarray(pages, dtype=np.int64)[:, None]
-        return (self._first + numbers * self._step).reshape(-1, 2)
+        self.addresses = [layer.data_ptr() for layer in self.layers]
+        self.pointers = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
 
-#: Buffers, and the pages that are meant in each of them. The page size may be another in every part.
-Parts = Sequence[tuple[PageBuffers, Sequence[int]]]
-#: Buffers of several page sizes, pages int64 [n] of theirs on the device, and where each digest has its place: int64
-#: [buffers, pool pages], contiguous.
-Places = Sequence[tuple[Sequence[PageBuffers], torch.Tensor, torch.Tensor]]
+class Spaces:
+    """Buffers of several page spaces: a page of one lies in each of its buffers, whose page sizes may differ."""
+
+    def __init__(self, pools: Sequence[Sequence[PageBuffers]]) -> None:
+        self.pools = pools
+        self.device = pools[0][0].device
+        rows = [
+            [(address, buffers.page_bytes // 8) for buffers in space for address in buffers.addresses]
+            for space in pools
+        ]
+        #: int64 [buffers, 2]: where each begins, and the 64-bit words of a page.
+        self.table = torch.tensor([row for space in rows for row in space], dtype=torch.int64).to(self.device)
+        self.counts = [len(space) for space in rows]
+        #: Of each space its first row in the table.
+        self.firsts = [sum(self.counts[:number]) for number in range(len(rows))]
+        self.longest = max(buffers.page_bytes for space in pools for buffers in space)
+
+
+#: Of one of the spaces pages by their numbers.
+Parts = Sequence[tuple[int, Sequence[int]]]
+#: Of one of the spaces pages int64 [n] on their device, and where each digest has its place: int64 [buffers, pool
+#: pages], contiguous.
+Places = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -47,13 +55,17 @@ def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Ten
     return torch.stack([torch.from_numpy(row.view("int64")) for row in rows]).to(buffers.device)
 
 
-def digest_parts_torch(parts: Parts) -> torch.Tensor:
+def digest_parts_torch(spaces: Spaces, parts: Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat."""
-    found = [digest_buffers_torch(buffers, torch.tensor(pages, dtype=torch.int64)) for buffers, pages in parts]
+    found = [_digest_space_torch(spaces, space, torch.tensor(pages, dtype=torch.int64)) for space, pages in parts]
     return torch.cat([each.reshape(-1) for each in found])
 
 
-def digest_into_torch(places: Places) -> None:
+def digest_into_torch(spaces: Spaces, places: Places) -> None:
     """Puts digests of pages where they have their place: `out[:, pages]` of each."""
-    for pools, pages, out in places:
-        out[:, pages] = torch.cat([digest_buffers_torch(buffers, pages) for buffers in pools])
+    for space, pages, out in places:
+        out[:, pages] = _digest_space_torch(spaces, space, pages)
+
+
+def _digest_space_torch(spaces: Spaces, space: int, pages: torch.Tensor) -> torch.Tensor:
+    return torch.cat([digest_buffers_torch(buffers, pages) for buffers in spaces.pools[space]])

@@ -5,13 +5,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, Spaces
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
@@ -19,6 +18,9 @@ from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 MIX = tl.constexpr(digest.MIX)
 FINISH = tl.constexpr(digest.FINISH)
 _ROW_BLOCK, _ROW_WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
+_ROW = 6
+ROW = tl.constexpr(_ROW)  # numbers: see `_by_rows`
+_ANY_PAGE = 1 << 62
 
 
 @triton.jit
@@ -157,55 +159,66 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
     return out
 
 
-# No size and no count is an argument of these: any mix of pages by one compiled kernel.
-@triton.jit
-def _digest_rows(rows_ptr, odd_ptr, out_ptr, block: tl.constexpr):
-    row = tl.program_id(0)
-    address, words = tl.load(rows_ptr + row * 2), tl.load(rows_ptr + row * 2 + 1)
-    tl.store(out_ptr + row, _digest_of(address, words, odd_ptr, block))
-
-
+# No size and no count is an argument: any mix of pages by one compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
-def _digest_into(rows_ptr, odd_ptr, pages_ptr, block: tl.constexpr):
-    row = rows_ptr + tl.program_id(0) * 5
-    page = tl.load(pages_ptr + tl.load(row + 3))
-    words = tl.load(row + 1)
-    place = tl.load(row + 2).to(tl.pointer_type(tl.int64)) + page
-    if (page >= 0) & (page < tl.load(row + 4)):
-        tl.store(place, _digest_of(tl.load(row) + page * words * 8, words, odd_ptr, block))
+def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
+    row, buffer = rows_ptr + tl.program_id(0) * ROW, tl.program_id(1)
+    page = tl.load(pages_ptr + tl.load(row + 2))
+    if (buffer < tl.load(row + 1)) & (page >= 0) & (page < tl.load(row + 5)):
+        entry = table_ptr + (tl.load(row) + buffer) * 2
+        words = tl.load(entry + 1)
+        place = tl.load(row + 3) + buffer * tl.load(row + 4)
+        if at_page:
+            place += page * 8
+        digest = _digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
+        tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(kernel, rows, longest, tensor):
-    """`longest`: B of the longest page in the rows."""
-    if len(rows):
-        # Pageable memory: CUDA has read or staged it when the call returns, so `rows` may go.
-        where = torch.from_numpy(rows).to(tensor.device, non_blocking=True)
-        odd = digest.multipliers(longest // 8, tensor.device)
-        kernel[(len(rows),)](where, odd, tensor, block=_ROW_BLOCK, num_warps=_ROW_WARPS)
+def _by_rows(spaces, rows, pages, count, *, at_page):
+    """`rows`, int64: of each of `count` pages its space's first buffer and how many, where in `pages` its number is,
+    where the digest of its first buffer goes, bytes from there to the next, and what its number must be below.
+
+    `at_page`: a digest goes that many places further.
+    """
+    odd = digest.multipliers(spaces.longest // 8, spaces.device)
+    _digest_rows[(count, max(spaces.counts))](
+        spaces.table, odd, rows, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
+    )
 
 
-def digest_parts_triton(parts: Parts) -> torch.Tensor:
+def digest_parts_triton(spaces: Spaces, parts: Parts) -> torch.Tensor:
     """`buffers.digest_parts_torch`, by one copy to the device and one launch that no host waits for."""
-    rows = np.concatenate([buffers.rows(pages) for buffers, pages in parts])
-    out = torch.empty(len(rows), dtype=torch.int64, device=parts[0][0].device)
-    _by_rows(_digest_rows, rows, max(buffers.page_bytes for buffers, _ in parts), out)
+    numbers = [page for _, pages in parts for page in pages]
+    sizes = [spaces.counts[space] * len(pages) for space, pages in parts]
+    out = torch.empty(sum(sizes), dtype=torch.int64, device=spaces.device)
+    rows: list[int] = []
+    number, place = _ROW * len(numbers), out.data_ptr()
+    for (space, pages), size in zip(parts, sizes, strict=True):
+        first, buffers, step = spaces.firsts[space], spaces.counts[space], 8 * len(pages)
+        for at in range(len(pages)):
+            rows += (first, buffers, number, place + 8 * at, step, _ANY_PAGE)
+            number += 1
+        place += 8 * size
+    if numbers:
+        listed = _on_device(rows + numbers, spaces.device)
+        _by_rows(spaces, listed, listed, len(numbers), at_page=False)
     return out
 
 
-def digest_into_triton(places: Places) -> None:
+def digest_into_triton(spaces: Spaces, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for. A page that has no place is left out."""
-    tables, first = [], 0
-    for pools, pages, out in places:
-        count, row, step = pages.shape[0], out.data_ptr(), out.stride(0) * 8
-        for buffers in pools:
-            table = np.empty((len(buffers.layers), count, 5), dtype=np.int64)
-            table[:, :, 0] = buffers.addresses[:, None]
-            table[:, :, 1] = buffers.page_bytes // 8
-            table[:, :, 2] = (row + step * np.arange(len(buffers.layers)))[:, None]
-            table[:, :, 3] = np.arange(first, first + count)
-            table[:, :, 4] = out.shape[1]
-            tables.append(table.reshape(-1, 5))
-            row += step * len(buffers.layers)
-        first += count
-    longest = max(buffers.page_bytes for pools, _, _ in places for buffers in pools)
-    _by_rows(_digest_into, np.concatenate(tables), longest, torch.cat([pages for _, pages, _ in places]))
+    rows: list[int] = []
+    number = 0
+    for space, pages, out in places:
+        first, buffers, step = spaces.firsts[space], spaces.counts[space], 8 * out.stride(0)
+        for _ in range(pages.shape[0]):
+            rows += (first, buffers, number, out.data_ptr(), step, out.shape[1])
+            number += 1
+    if number:
+        pages = torch.cat([pages for _, pages, _ in places])
+        _by_rows(spaces, _on_device(rows, spaces.device), pages, number, at_page=True)
+
+
+def _on_device(numbers, device):
+    """Pageable memory: CUDA has read or staged it when the call returns, so it may go."""
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

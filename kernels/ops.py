@@ -126,23 +126,23 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
     return buffers.digest_buffers_torch(page_buffers, pages)
 
 
-def digest_parts(parts: buffers.Parts) -> torch.Tensor:
+def digest_parts(spaces: buffers.Spaces, parts: buffers.Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, in stream order."""
-    if parts[0][0].device.type == "cuda":
+    if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_parts_triton
 
-        return digest_parts_triton(parts)
-    return buffers.digest_parts_torch(parts)
+        return digest_parts_triton(spaces, parts)
+    return buffers.digest_parts_torch(spaces, parts)
 
 
-def digest_into(places: buffers.Places) -> None:
+def digest_into(spaces: buffers.Spaces, places: buffers.Places) -> None:
     """Puts digests of pages where they have their place: `out[:, pages]` of each, in stream order."""
-    if places[0][1].device.type == "cuda":
+    if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_into_triton
 
-        digest_into_triton(places)
+        digest_into_triton(spaces, places)
     else:
-        buffers.digest_into_torch(places)
+        buffers.digest_into_torch(spaces, places)
 
 
 def load_pages(

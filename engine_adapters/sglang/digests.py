@@ -18,7 +18,7 @@ import torch
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
 from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers
+from dsv4ctl.kernels.buffers import PageBuffers, Spaces
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -104,7 +104,9 @@ class PageDigests:
             for space, group in pools.groups.items()
             if group
         }
-        self._device = self.spaces["full"].device
+        self._buffers = Spaces([space.pools for space in self.spaces.values()])
+        self._numbers = {space: number for number, space in enumerate(self.spaces)}  #: in `_buffers`
+        self._device = self._buffers.device
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         sizes = [space.shape[0] * space.shape[1] for space in self.spaces.values()]
         #: What is sealed in every space, one after another.
@@ -121,21 +123,15 @@ class PageDigests:
             if space.on_host.numel():  # only a load is compared with what it has to be
                 space.compute(page)
         self.landed([dict.fromkeys(self.spaces, (0,))])
-        ops.digest_into([(each.pools, page, torch.zeros_like(each.sealed[:, :1])) for each in self.spaces.values()])
+        places = [torch.zeros_like(space.sealed[:, :1]) for space in self.spaces.values()]
+        ops.digest_into(self._buffers, [(number, page, place) for number, place in enumerate(places)])
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
-        parts = [
-            (pool, pages.get(name, ()))
-            for pages in rooms
-            for name, space in self.spaces.items()
-            for pool in space.pools
-        ]
-        sizes = [
-            sum(len(space.names) * len(pages.get(name, ())) for name, space in self.spaces.items()) for pages in rooms
-        ]
+        parts = [[(number, pages.get(name, ())) for name, number in self._numbers.items()] for pages in rooms]
+        sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
         with self._beside_forward():
-            return fetch(ops.digest_parts(parts)).split(sizes)
+            return fetch(ops.digest_parts(self._buffers, [part for room in parts for part in room])).split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.
@@ -168,8 +164,9 @@ class PageDigests:
         pages["swa"] = self._to_window(tokens).clamp(min=0) // self._page_tokens["swa"]
         if slots is not None:
             pages["state"] = slots
-        found = [(space, pages[name].to(torch.int64)) for name, space in self.spaces.items() if name in pages]
-        ops.digest_into([(space.pools, numbers, space.sealed) for space, numbers in found])
+        found = [name for name in self.spaces if name in pages]
+        places = [(self._numbers[name], pages[name].to(torch.int64), self.spaces[name].sealed) for name in found]
+        ops.digest_into(self._buffers, places)
 
     def backed_up(self, copies: Iterable[Pages]) -> None:
         """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""

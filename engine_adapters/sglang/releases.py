@@ -45,7 +45,8 @@ HOOKS: tuple[Hook, ...] = (
         _SCHEDULER + "run_event_loop",
         "hooks.life:connect",
         "around",
-        "the rank is ready: it greets the control plane, and a rank that does not is never sent a request",
+        "the rank is ready: it greets the control plane, and a rank that does not is never sent a request; what was "
+        "built by then is left out of collections",
     ),
     Hook(
         _SCHEDULER + "run_batch",

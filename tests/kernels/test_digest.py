@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, digest_parts_torch
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, Spaces, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_triton import (
     digest_buffers_triton,
@@ -53,71 +53,70 @@ def test_pages_of_several_buffers_in_one_launch() -> None:
     assert ops.digest_buffers(buffers, chosen[:0]).shape == (3, 0)
 
 
-def part(words: int, buffers: int, pages: list[int], seed: int) -> tuple[PageBuffers, list[int]]:
+def pool(words: int, buffers: int, seed: int) -> PageBuffers:
     random = torch.Generator().manual_seed(seed)
     shape = (4, words * 8)
-    return PageBuffers(
-        [torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(buffers)]
-    ), pages
+    return PageBuffers([torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(buffers)])
 
 
-def by_numpy(parts: Parts) -> list[int]:
-    layers = [(layer.numpy(), pages) for buffers, pages in parts for layer in buffers.layers]
-    return [int(value) for layer, pages in layers for value in digest_numpy(layer[np.array(pages, dtype=int)])]
+def by_numpy(spaces: Spaces, parts: Parts) -> list[int]:
+    layers = [(layer, pages) for space, pages in parts for buffers in spaces.pools[space] for layer in buffers.layers]
+    return [int(one) for layer, pages in layers for one in digest_numpy(layer.numpy()[np.array(pages, dtype=int)])]
 
 
 # Around the block of 4,096 words of a step, and pages of one word.
 WORDS = st.one_of(st.sampled_from([1, 2, 4095, 4096, 4097, 8192, 8193]), st.integers(1, 9000))
-PART = st.builds(part, WORDS, st.integers(1, 2), st.lists(st.integers(0, 3), max_size=3), st.integers(0, 99))
+POOL = st.builds(pool, WORDS, st.integers(1, 2), st.integers(0, 99))
+SPACES = st.builds(Spaces, st.lists(st.lists(POOL, min_size=1, max_size=2), min_size=1, max_size=3))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.lists(PART, min_size=1, max_size=4))
-def test_pages_of_any_sizes_in_one_launch(parts: list[tuple[PageBuffers, list[int]]]) -> None:
-    expected = by_numpy(parts)
-    assert digest_parts_triton(parts).numpy().view(np.uint64).tolist() == expected
-    assert digest_parts_torch(parts).numpy().view(np.uint64).tolist() == expected
+@given(SPACES, st.data())
+def test_pages_of_any_sizes_in_one_launch(spaces: Spaces, data: st.DataObject) -> None:
+    one = st.tuples(st.integers(0, len(spaces.pools) - 1), st.lists(st.integers(0, 3), max_size=3))
+    parts = data.draw(st.lists(one, min_size=1, max_size=5))
+    expected = by_numpy(spaces, parts)
+    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == expected
+    assert digest_parts_torch(spaces, parts).numpy().view(np.uint64).tolist() == expected
 
 
 def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
-    parts = [part(149760 // 8, 1, [2], 1), part(1728 // 8, 2, [3, 0], 2), part(5, 1, [], 3)]
-    assert digest_parts_triton(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
-    assert ops.digest_parts(parts).numpy().view(np.uint64).tolist() == by_numpy(parts)
-    assert ops.digest_parts(parts[2:]).shape == digest_parts_triton(parts[2:]).shape == (0,)
-
-
-PAGES_OF = st.lists(st.integers(0, 3), max_size=4)
+    spaces = Spaces([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
+    parts = [(0, [2]), (1, [3, 0]), (0, [])]
+    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    assert ops.digest_parts(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    assert ops.digest_parts(spaces, parts[2:]).shape == digest_parts_triton(spaces, parts[2:]).shape == (0,)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
-@given(st.lists(st.tuples(st.lists(PART, min_size=1, max_size=3), PAGES_OF), min_size=1, max_size=3))
-def test_digests_of_any_pages_go_where_their_places_are(
-    spaces: list[tuple[list[tuple[PageBuffers, list[int]]], list[int]]],
-) -> None:
+@given(SPACES, st.data())
+def test_digests_of_any_pages_go_where_their_places_are(spaces: Spaces, data: st.DataObject) -> None:
+    chosen = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=len(spaces.pools)))
+
     def places() -> Places:
         return [
-            (pools, torch.tensor(pages, dtype=torch.int64), torch.full((sum(len(p.layers) for p in pools), 4), -1))
-            for parts, pages in spaces
-            for pools in [[buffers for buffers, _ in parts]]
+            (space, torch.tensor(pages, dtype=torch.int64), torch.full((spaces.counts[space], 4), -1))
+            for space, pages in enumerate(chosen)
         ]
 
     triton, plain = places(), places()
-    digest_into_triton(triton)
-    ops.digest_into(plain)
-    for (pools, pages, out), (_, _, other) in zip(triton, plain, strict=True):
+    digest_into_triton(spaces, triton)
+    ops.digest_into(spaces, plain)
+    for (space, pages, out), (_, _, other) in zip(triton, plain, strict=True):
         expected = torch.full_like(out, -1)
-        chosen = sorted(set(pages.tolist()))
-        values = by_numpy([(buffers, chosen) for buffers in pools])
-        expected[:, chosen] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(len(out), -1)
+        found = sorted(set(pages.tolist()))
+        values = by_numpy(spaces, [(space, found)])
+        expected[:, found] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(len(out), -1)
         assert out.tolist() == other.tolist() == expected.tolist()
 
 
 def test_a_page_that_has_no_place_is_neither_read_nor_written() -> None:
-    buffers, _ = part(3, 2, [], 5)
+    spaces = Spaces([[pool(3, 2, 5)]])
     memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-    digest_into_triton([([buffers], torch.tensor([-1, 4, 2]), memory[1:3])])
+    digest_into_triton(spaces, [(0, torch.tensor([-1, 4, 2]), memory[1:3])])
     expected = torch.full((4, 4), -1)
-    expected[1:3, 2] = torch.from_numpy(np.array(by_numpy([(buffers, [2])]), dtype=np.uint64).view(np.int64))
+    values = by_numpy(spaces, [(0, [2])])
+    expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
     assert memory.tolist() == expected.tolist()
 
 

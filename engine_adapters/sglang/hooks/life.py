@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
@@ -24,6 +25,9 @@ def attach(stock: Any, scheduler: Any) -> Any:
 def connect(stock: Any, scheduler: Any) -> Any:
     here = rank.here()
     if here is not None:
+        # What was built until now stays: a collection that looks through it stops the scheduler for half a second.
+        gc.collect()
+        gc.freeze()
         here.connect()
     return stock(scheduler)
 

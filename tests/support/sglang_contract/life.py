@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import sys
 from types import SimpleNamespace
 from typing import Any
@@ -71,6 +72,17 @@ def a_scheduler_without_chunks_declares_whole_prompts(_: bool) -> None:
         made = World(role)
         made.scheduler.chunked_prefill_size = size
         assert made.rank._hello("http://x").cancellable is declared
+
+
+@alone
+def no_collection_looks_through_what_was_built_at_start(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    made.rank.connect = lambda: None
+    built = len(gc.get_objects())
+    try:
+        assert life.connect(lambda scheduler: gc.get_freeze_count(), made.scheduler) > built / 2 > 1000
+    finally:
+        gc.unfreeze()
 
 
 @alone
