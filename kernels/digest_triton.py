@@ -18,7 +18,7 @@ from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 MIX = tl.constexpr(digest.MIX)
 FINISH = tl.constexpr(digest.FINISH)
 _ROW_BLOCK, _ROW_WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
-_ROW = 6
+_ROW = 7
 ROW = tl.constexpr(_ROW)  # numbers: see `_by_rows`
 _ANY_PAGE = 1 << 62
 
@@ -162,61 +162,59 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
 # No size and no count is an argument: any mix of pages by one compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
-    row, buffer = rows_ptr + tl.program_id(0) * ROW, tl.program_id(1)
-    page = tl.load(pages_ptr + tl.load(row + 2))
-    if (buffer < tl.load(row + 1)) & (page >= 0) & (page < tl.load(row + 5)):
-        entry = table_ptr + (tl.load(row) + buffer) * 2
-        words = tl.load(entry + 1)
-        place = tl.load(row + 3) + buffer * tl.load(row + 4)
-        if at_page:
-            place += page * 8
-        digest = _digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
-        tl.store(place.to(tl.pointer_type(tl.int64)), digest)
+    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
+    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
+        page = tl.load(pages_ptr + tl.load(row + 2) + at)
+        if (page >= 0) & (page < tl.load(row + 6)):
+            entry = table_ptr + (tl.load(row) + buffer) * 2
+            words = tl.load(entry + 1)
+            place = tl.load(row + 4) + buffer * tl.load(row + 5) + (page if at_page else at) * 8
+            digest = _digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
+            tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(spaces, rows, pages, count, *, at_page):
-    """`rows`, int64: of each of `count` pages its space's first buffer and how many, where in `pages` its number is,
-    where the digest of its first buffer goes, bytes from there to the next, and what its number must be below.
-
-    `at_page`: a digest goes that many places further.
+def _by_rows(spaces, rows, pages, counts, *, at_page):
+    """`rows`, int64: of each list of pages its space's first buffer and how many, where the list begins in `pages` and
+    how long it is (`counts`), where digests of the first buffer go, bytes from there to those of the next, and what a
+    page's number must be below. A digest's place there is that of its page in the list, or (`at_page`) its number.
     """
     odd = digest.multipliers(spaces.longest // 8, spaces.device)
-    _digest_rows[(count, max(spaces.counts))](
+    _digest_rows[(max(counts), max(spaces.counts), len(counts))](
         spaces.table, odd, rows, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
     )
 
 
 def digest_parts_triton(spaces: Spaces, parts: Parts) -> torch.Tensor:
     """`buffers.digest_parts_torch`, by one copy to the device and one launch that no host waits for."""
-    numbers = [page for _, pages in parts for page in pages]
-    sizes = [spaces.counts[space] * len(pages) for space, pages in parts]
+    counts = [len(pages) for _, pages in parts]
+    sizes = [spaces.counts[space] * count for (space, _), count in zip(parts, counts, strict=True)]
     out = torch.empty(sum(sizes), dtype=torch.int64, device=spaces.device)
-    rows: list[int] = []
-    number, place = _ROW * len(numbers), out.data_ptr()
-    for (space, pages), size in zip(parts, sizes, strict=True):
-        first, buffers, step = spaces.firsts[space], spaces.counts[space], 8 * len(pages)
-        for at in range(len(pages)):
-            rows += (first, buffers, number, place + 8 * at, step, _ANY_PAGE)
-            number += 1
+    listed: list[int] = []
+    first, place = _ROW * len(parts), out.data_ptr()
+    for (space, _), count, size in zip(parts, counts, sizes, strict=True):
+        listed += (spaces.firsts[space], spaces.counts[space], first, count, place, 8 * count, _ANY_PAGE)
+        first += count
         place += 8 * size
-    if numbers:
-        listed = _on_device(rows + numbers, spaces.device)
-        _by_rows(spaces, listed, listed, len(numbers), at_page=False)
+    if any(counts):
+        for _, pages in parts:
+            listed += pages
+        rows = _on_device(listed, spaces.device)
+        _by_rows(spaces, rows, rows, counts, at_page=False)
     return out
 
 
 def digest_into_triton(spaces: Spaces, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for. A page that has no place is left out."""
-    rows: list[int] = []
-    number = 0
-    for space, pages, out in places:
-        first, buffers, step = spaces.firsts[space], spaces.counts[space], 8 * out.stride(0)
-        for _ in range(pages.shape[0]):
-            rows += (first, buffers, number, out.data_ptr(), step, out.shape[1])
-            number += 1
-    if number:
+    counts = [len(pages) for _, pages, _ in places]
+    listed: list[int] = []
+    first = 0
+    for (space, _, out), count in zip(places, counts, strict=True):
+        listed += (spaces.firsts[space], spaces.counts[space], first, count)
+        listed += (out.data_ptr(), 8 * out.stride(0), out.shape[1])
+        first += count
+    if any(counts):
         pages = torch.cat([pages for _, pages, _ in places])
-        _by_rows(spaces, _on_device(rows, spaces.device), pages, number, at_page=True)
+        _by_rows(spaces, _on_device(listed, spaces.device), pages, counts, at_page=True)
 
 
 def _on_device(numbers, device):

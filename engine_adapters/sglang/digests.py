@@ -206,13 +206,16 @@ class PageDigests:
 
     def mismatches(self, found: Digests, sealed: Digests, pages: Mapping[str, int]) -> list[tuple[str, int, int]]:
         """(pool, layer, logical page) of every difference; `pages`: how many of each space."""
+        wrong = np.flatnonzero(found != sealed)
+        if not wrong.size:  # to list the places would take longer than to compare
+            return []
         places = [
             (pool, layer, page)
             for name, space in self.spaces.items()
             for pool, layer in space.names
             for page in range(pages.get(name, 0))
         ]
-        return [places[at] for at in np.flatnonzero(found != sealed)]
+        return [places[at] for at in wrong]
 
 
 def _fill_apart(backups: Sequence[Pages]) -> bool:
