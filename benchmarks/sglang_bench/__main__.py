@@ -24,6 +24,7 @@ from sglang_bench.group_cost import costs
 from sglang_bench.group_early import early
 from sglang_bench.group_outputs import outputs
 from sglang_bench.group_ranks import several
+from sglang_bench.group_steady import steady
 from sglang_bench.results import Results
 
 
@@ -47,6 +48,8 @@ async def run(bench: Bench, group: str, count: int) -> None:
                     await outputs(bench)
                 case "early":
                     await early(bench)
+                case "steady":
+                    await steady(bench)
                 case "cost":
                     await costs(bench)
                 case _:
@@ -66,7 +69,9 @@ def described() -> dict[str, Any]:
 def main() -> None:
     parser = argparse.ArgumentParser(prog="h200_sglang", description=__doc__)
     parser.add_argument("--group", choices=tuple(steps.GROUPS), default="outputs")
-    parser.add_argument("--gpu", default="0", help="the card of a group that takes one, or the two of `cost`")
+    parser.add_argument(
+        "--gpu", default="0", help="the card of a group that takes one, or the two of `steady` and `cost`"
+    )
     parser.add_argument("--tp", type=int, default=1, help="ranks of an engine, each on a card of its own")
     parser.add_argument("--seconds", type=float, help="budget of the whole")
     parser.add_argument("--only", default="", help="steps, by name, separated by commas")

@@ -8,6 +8,7 @@ servers share a processor, and only those of the servers that are asked run on i
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
@@ -41,8 +42,8 @@ class Shared(NamedTuple):
 
 
 @asynccontextmanager
-async def shared(arms: Sequence[Sequence[int]]) -> AsyncIterator[Shared]:
-    """`arms`: ports of idle servers, in one order in each.
+async def shared(arms: Sequence[Sequence[int]], turn: int = 0) -> AsyncIterator[Shared]:
+    """`arms`: ports of idle servers, in one order in each. Each `turn` takes the next processors.
 
     Nothing is shared on few processors, where a server has no thread that spins, or where a thread that is put back
     can't be brought forward again (that takes CAP_SYS_NICE). At the end all run, and everywhere.
@@ -55,7 +56,9 @@ async def shared(arms: Sequence[Sequence[int]]) -> AsyncIterator[Shared]:
         yield Shared()
         return
     found = Shared(tuple(tuple(one for server in arm for one in server) for arm in spinning), tuple(processors))
-    own = {one: cpu for cpu, threads in zip(sorted(mine), processors, strict=False) for one in threads if one}
+    ordered = deque(sorted(mine))
+    ordered.rotate(-turn * len(processors))
+    own = {one: cpu for cpu, threads in zip(ordered, processors, strict=False) for one in threads if one}
     rest = mine - set(own.values())
     try:
         for one in _threads(_tree({os.getpid()}, parents)):

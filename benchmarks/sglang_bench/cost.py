@@ -6,7 +6,7 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -73,23 +73,23 @@ async def turns(
                 return
 
 
-async def slices(arms: Mapping[str, Arm], results: Results, key: str, *, seconds: float, load: Load) -> None:
+async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: int = 0) -> dict[str, Any]:
     """Every arm is asked all the time, and runs in slices of a second, its tokens counted: a b b a a b b a ...
 
     What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
     they do then is hidden, for each request that waits for them as a slice ends. Of tokens/s in pairs of slices: see
-    `ratios`. Raises RuntimeError where servers can't share processors.
+    `ratios`. `turn`: see `cores.shared`. Raises RuntimeError where servers can't share processors.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     said: dict[str, list[Reply]] = {name: [] for name in arms}
-    order, ends = list(arms), time.monotonic() + seconds
-    async with cores.shared([arm.ports for arm in arms.values()]) as together:
+    order = list(arms)
+    async with cores.shared([arm.ports for arm in arms.values()], turn) as together:
         if not together.arms:
             raise RuntimeError("compared servers can't share processors here: see `cores.shared`")
         async with anyio.create_task_group() as tasks:
             for name, arm in arms.items():
                 for at in range(load.at_once):
-                    tasks.start_soon(_keep_asking, arm.client, said[name], load, at, ends)
+                    tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
             for number in range(-2 * _WARM_SLICES, int(seconds / (_SETTLE + _SLICE)) - 2 * _WARM_SLICES):
                 at = (number + 1) // 2 % 2
                 together.asked(at)
@@ -98,24 +98,23 @@ async def slices(arms: Mapping[str, Arm], results: Results, key: str, *, seconds
                 await anyio.sleep(_SLICE)
                 if number >= 0:
                     speeds[order[at]].append((_tokens(said[order[at]]) - before) / (time.monotonic() - began))
-            together.asked(None)  # for the last answers, which nothing is lost with
-            pairs = min(map(len, speeds.values()))
-            errors = [reply.error for replies in said.values() for reply in replies if reply.error]
-            results.put(
-                key, load=load._asdict(), slice_seconds=_SLICE, pairs=pairs, errors=errors[:3],
-                shared_processors=len(together.processors), **ratios([found[:pairs] for found in speeds.values()]),
-                **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
-            )  # fmt: skip
+            together.asked(None)
+            tasks.cancel_scope.cancel()
+    pairs = min(map(len, speeds.values()))
+    errors = [reply.error for replies in said.values() for reply in replies if reply.error]
+    return {
+        "slice_seconds": _SLICE, "pairs": pairs, "errors": errors[:3], "shared_processors": len(together.processors),
+        **ratios([found[:pairs] for found in speeds.values()]),
+        **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
+    }  # fmt: skip
 
 
-async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int, ends: float) -> None:
+async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:
     """One answer after another; the first is shorter the earlier `at` is, so that not all end at once."""
     new = load.new * (at + 1) // load.at_once
     for number in itertools.count():
         said.append(reply := Reply())
         await client.ask(prompt(f"{at} {number}", load.length), new, stream=True, reply=reply)
-        if time.monotonic() > ends:
-            return
         new = load.new
 
 
@@ -135,6 +134,12 @@ def ratios(speeds: list[list[float]]) -> dict[str, Any]:
     error = statistics.stdev(b - whole * a for a, b in zip(first, last, strict=True)) / math.sqrt(len(first)) / base
     each = [round(b / a, 3) for a, b in zip(first, last, strict=True) if a]
     return {"ratios": each, "ratio": spread(each), "mean_ratio": [round(whole, 4), round(error, 4)]}
+
+
+def between(starts: Sequence[float]) -> list[float | None]:
+    """The mean of what each start found, and its standard error, None of one: what a process has by chance is in it."""
+    error = round(statistics.stdev(starts) / math.sqrt(len(starts)), 4) if len(starts) > 1 else None
+    return [round(statistics.fmean(starts), 4), error]
 
 
 def _row(speeds: list[float], firsts: list[float], cached: int) -> dict[str, Any]:

@@ -20,8 +20,8 @@ async def costs(bench: Bench) -> None:
     servers = [bench.server(shape) for shape in off]
     if not await bench.ready(on, *servers):
         return
-    plain = cost.Arm(stock_pair(bench, *off), _ports(off))
-    hooked = cost.Arm(Client(bench.http, on.url), _ports(with_hooks))
+    plain = cost.Arm(stock_pair(bench, *off), ports(off))
+    hooked = cost.Arm(Client(bench.http, on.url), ports(with_hooks))
 
     async def turns(arms: Mapping[str, cost.Arm], key: str, rounds: int, seconds: float, load: cost.Load) -> None:
         ends = time.monotonic() + seconds
@@ -29,7 +29,6 @@ async def costs(bench: Bench) -> None:
 
     await jit(bench, plain.client, hooked.client)
     arms = {"hooks_off": plain, "hooks_on": hooked}
-    await bench.step("s5.steady", lambda: cost.slices(arms, bench.results, "s5.steady", seconds=190.0, load=cost.NEW))
     await bench.step("s5.cost", lambda: turns(arms, "s5.cost", 10, 60.0, cost.NEW))
     if not (bench.wanted("s5.hicache") or bench.wanted("s5.index_k")):
         return
@@ -41,8 +40,8 @@ async def costs(bench: Bench) -> None:
     bf16 = bench.deployment("cost-bf16", 22490, *wide)
     if not await bench.ready(bare, bf16):
         return
-    uncached = cost.Arm(Client(bench.http, bare.url), _ports(without))
-    precise = cost.Arm(Client(bench.http, bf16.url), _ports(wide))
+    uncached = cost.Arm(Client(bench.http, bare.url), ports(without))
+    precise = cost.Arm(Client(bench.http, bf16.url), ports(wide))
     await jit(bench, hooked.client, uncached.client, precise.client)
 
     async def hicache() -> None:
@@ -57,5 +56,5 @@ async def costs(bench: Bench) -> None:
     await bench.step("s5.index_k", index_k)
 
 
-def _ports(pair: Iterable[Shape]) -> tuple[int, ...]:
+def ports(pair: Iterable[Shape]) -> tuple[int, ...]:
     return tuple(shape.port for shape in pair)

@@ -183,9 +183,10 @@ class Deployment:
 
     def stop(self) -> None:
         """Kills the control plane; its engines die with it."""
-        with suppress(ProcessLookupError):
-            os.killpg(self._process.pid, signal.SIGKILL)
-        self._process.wait()
+        if self._process.returncode is None:
+            with suppress(ProcessLookupError):
+                os.killpg(self._process.pid, signal.SIGKILL)
+            self._process.wait()
         self._file.close()
 
 

@@ -7,6 +7,7 @@ import sys
 from collections.abc import AsyncIterator, Iterable
 from contextlib import asynccontextmanager
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
@@ -14,7 +15,7 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from sglang_bench import cores, cost
+from sglang_bench import cores, cost, parts
 from sglang_bench.ask import Reply
 from sglang_bench.cores import Shared, Thread
 
@@ -67,6 +68,16 @@ async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypa
 
 
 @pytest.mark.asyncio
+async def test_another_turn_takes_other_processors(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch, SPINNING)
+    taken = []
+    for turn in (0, 1, 3, 4):
+        async with cores.shared([(1, 2), (3, 4)], turn):
+            taken.append([system.processors[number] for number in (2, 3)])
+    assert taken == [[{0}, {1}], [{2}, {3}], [{6}, {7}], [{0}, {1}]]
+
+
+@pytest.mark.asyncio
 async def test_at_the_end_all_run_everywhere_those_that_began_meanwhile_too(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(monkeypatch, SPINNING)
     with anyio.CancelScope() as scope:
@@ -98,50 +109,75 @@ async def test_nothing_is_shared_with_a_server_that_does_not_spin(monkeypatch: p
         assert together == Shared()
 
 
-class Kept:
-    """Results that arrive: what asks waits for that."""
+class Silent:
+    """A server that never answers."""
 
-    def __init__(self) -> None:
-        self.found: dict[str, Any] = {}
-        self.there = anyio.Event()
+    async def ask(self, *args: object, **options: object) -> Reply:
+        await anyio.sleep_forever()
+        raise AssertionError
 
-    def put(self, key: str, **values: Any) -> None:
-        self.found[key] = values
-        self.there.set()
 
-    async def ask(self, *args: object, reply: Reply, **options: object) -> Reply:
-        await self.there.wait()
-        return reply
+ARMS: dict[str, Any] = {"off": cost.Arm(Silent(), (1,)), "on": cost.Arm(Silent(), (2,))}  # type: ignore[arg-type]
 
 
 def sharing(monkeypatch: pytest.MonkeyPatch, shared: Shared) -> None:
     @asynccontextmanager
-    async def always(ports: object) -> AsyncIterator[Shared]:
+    async def always(ports: object, turn: int) -> AsyncIterator[Shared]:
         yield shared
 
     monkeypatch.setattr(cores, "shared", always)
 
 
 @pytest.mark.asyncio
-async def test_what_was_measured_is_kept_before_the_last_answers(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_slices_wait_for_no_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing(monkeypatch, Shared(((), ()), ((),)))
-    kept: Any = Kept()
-    arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
     with anyio.fail_after(LIMIT):
-        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.Load(2, 8, 4))
-    assert kept.found["key"]["shared_processors"] == 1
+        found = await cost.slices(ARMS, seconds=0.0, load=cost.Load(2, 8, 4))
+    assert found["shared_processors"] == 1
 
 
 @pytest.mark.asyncio
 async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing(monkeypatch, Shared())
-    kept: Any = Kept()
-    arms = {"off": cost.Arm(kept, (1,)), "on": cost.Arm(kept, (2,))}
     with pytest.raises(RuntimeError, match="can't share"):
-        await cost.slices(arms, kept, "key", seconds=0.0, load=cost.NEW)
+        await cost.slices(ARMS, seconds=0.0, load=cost.NEW)
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
     found = cost.ratios([[0.0, 200.0], [100.0, 100.0]])
     assert (found["ratios"], found["mean_ratio"][0]) == ([0.5], 1.0)
     assert cost.ratios([[0.0, 0.0], [1.0, 1.0]]) == {}
+
+
+def test_starts_that_differ_make_the_error() -> None:
+    assert cost.between([0.95, 1.0, 0.99]) == [0.98, 0.0153]
+    assert cost.between([0.95]) == [0.95, None]
+
+
+def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
+    now = 0
+
+    def work(nanoseconds: int) -> str:
+        nonlocal now
+        now += nanoseconds
+        return "done"
+
+    spent = parts.Spent(tmp_path, lambda: now)
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="decode", port=7))
+    batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True), reqs=[1, 2])
+    assert parts.counted(tmp_path, 7) == {}
+    spent.turn(scheduler)
+    before = parts.counted(tmp_path, 7)
+    assert spent.on("queues")(work, 4_000) == "done"
+    spent.forward(scheduler, batch)
+    with pytest.raises(ZeroDivisionError):
+        spent.on("forward")(lambda: work(10_000) and 1 / 0)
+    for phase, generation in (("start", 2), ("stop", 2), ("start", 0)):
+        spent.collection(phase, {"generation": generation})
+        work(1_000)
+    spent._written = 0.0
+    spent.turn(scheduler)
+    assert parts.a_token(before, parts.counted(tmp_path, 7)) == {
+        "requests": 0.0, "queues": 2.0, "batch": 0.0, "forward": 5.0, "results": 0.0, "collections": 0.5, "turns": 8.5,
+    }  # fmt: skip
+    assert parts.a_token(before, before) == {}

@@ -1,0 +1,57 @@
+"""Tokens/s with hooks and without, of pairs that are started anew each time.
+
+Where a process lies in memory, and which processors it has, is chance, and stays for its life: two starts on one
+machine differ by percents that no number of slices averages out.
+"""
+
+from __future__ import annotations
+
+import shutil
+from typing import Any
+
+from sglang_bench import cost, parts, plan
+from sglang_bench.ask import Client
+from sglang_bench.bench import Bench, jit, stock_pair
+from sglang_bench.group_cost import ports
+
+_STARTS, _SECONDS = 12, 70.0
+
+
+async def steady(bench: Bench) -> None:
+    """As many starts as the call has time for; a resumed one counts on."""
+
+    async def starts() -> None:
+        found: list[dict[str, Any]] = list(bench.results.found("s5.steady").get("starts", ()))
+        while len(found) < _STARTS:
+            found.append(await _start(bench, len(found)))
+            mean = cost.between([start["mean_ratio"][0] for start in found])
+            bench.results.put("s5.steady", load=cost.NEW._asdict(), starts=found, mean_ratio=mean)
+
+    await bench.step("s5.steady", starts)
+
+
+async def _start(bench: Bench, number: int) -> dict[str, Any]:
+    """What `cost.slices` found, and CPU time a token on decode. Raises RuntimeError if servers do not come up."""
+    folder = bench.machine.out / f"parts-{number}"
+    shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut short
+    folder.mkdir()
+    base, env = 23000 + 100 * number, {"PART_LOG": str(folder)}
+    off = plan.pair(f"off-{number}", base, bench.gpu, fake=bench.fake, env=env)
+    with_hooks = plan.pair(f"on-{number}", base + 10, bench.gpu, fake=bench.fake, env=env)
+    on = bench.deployment(f"on-{number}", base + 90, *with_hooks)
+    servers = [bench.server(shape) for shape in off]
+    try:
+        if not await bench.ready(on, *servers):
+            raise RuntimeError(f"the servers of start {number} did not come up")
+        arms = {
+            "hooks_off": cost.Arm(stock_pair(bench, *off), ports(off)),
+            "hooks_on": cost.Arm(Client(bench.http, on.url), ports(with_hooks)),
+        }
+        await jit(bench, *[arm.client for arm in arms.values()])
+        before = {name: parts.counted(folder, arm.ports[1]) for name, arm in arms.items()}
+        found = await cost.slices(arms, seconds=_SECONDS, load=cost.NEW, turn=number)
+        a_token = {name: parts.a_token(before[name], parts.counted(folder, arm.ports[1])) for name, arm in arms.items()}
+    finally:
+        for one in (on, *servers):
+            one.stop()
+    return {**found, "decode_us_a_token": a_token}

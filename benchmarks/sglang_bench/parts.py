@@ -1,0 +1,109 @@
+"""What a decode scheduler's main thread spends a token on, by part of its loop: CPU time, so waits for it don't count.
+
+The plugin is `sglang_bench.parts:register` (entry point group `sglang.srt.plugins`); PART_LOG names its folder. What a
+hook costs is in the part that it is called in, and hooks that decode calls in a forward only look whether a load runs.
+"""
+
+from __future__ import annotations
+
+import gc
+import json
+import multiprocessing
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
+_RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
+PARTS = {
+    "requests": _RECEIVER + "recv_requests",
+    "queues": _SCHEDULER + "process_decode_queue",
+    "batch": _SCHEDULER + "get_next_disagg_decode_batch_to_run",
+    "forward": _SCHEDULER + "run_batch",
+    "results": _SCHEDULER + "process_batch_result",
+}
+_WRITTEN_SECONDS = 1.0
+
+
+def register() -> None:
+    """Counts in a scheduler; in any other process, and without PART_LOG, nothing is hooked."""
+    folder = os.environ.get("PART_LOG")
+    if folder is None or multiprocessing.parent_process() is None or "sglang.srt.managers.scheduler" not in sys.modules:
+        return
+    from sglang.srt.plugins.hook_registry import HookRegistry, HookType
+
+    spent = Spent(Path(folder))
+    for part, target in PARTS.items():
+        HookRegistry.register(target, spent.on(part), HookType.AROUND)
+    HookRegistry.register(_SCHEDULER + "run_batch", spent.forward, HookType.BEFORE)
+    HookRegistry.register(_SCHEDULER + "process_input_requests", spent.turn, HookType.BEFORE)
+    gc.callbacks.append(spent.collection)
+
+
+class Spent:
+    """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came."""
+
+    def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.thread_time_ns) -> None:
+        self._folder = folder
+        self._clock_ns = clock_ns
+        self._counts: Counter[str] = Counter()
+        self._turn: int | None = None
+        self._collection = 0
+        self._written = 0.0
+
+    def on(self, part: str) -> Callable[..., Any]:
+        def timed(stock: Any, *args: Any, **kwargs: Any) -> Any:
+            began = self._clock_ns()
+            try:
+                return stock(*args, **kwargs)
+            finally:
+                self._counts[part] += self._clock_ns() - began
+
+        return timed
+
+    def forward(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
+        if batch.forward_mode.is_decode():
+            self._counts["tokens"] += len(batch.reqs)
+
+    def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
+        """A turn begins. What has none to decode counts, too."""
+        now = self._clock_ns()
+        if self._turn is not None:
+            self._counts["turns"] += now - self._turn
+        self._turn = now
+        if (
+            time.monotonic() > self._written + _WRITTEN_SECONDS
+            and scheduler.server_args.disaggregation_mode == "decode"
+        ):
+            self._written = time.monotonic()
+            file = self._folder / f"{scheduler.server_args.port}.json"
+            part = file.with_suffix(".part")
+            part.write_text(json.dumps(self._counts))
+            part.replace(file)
+
+    def collection(self, phase: str, info: dict[str, int]) -> None:
+        if info["generation"] == 2:
+            if phase == "start":
+                self._collection = self._clock_ns()
+            else:
+                self._counts["collections"] += self._clock_ns() - self._collection
+
+
+def counted(folder: Path, port: int) -> dict[str, int]:
+    """So far, of the server at `port`: all of one moment, within the last second that it ran. Empty: nothing yet."""
+    file = folder / f"{port}.json"
+    found: dict[str, int] = json.loads(file.read_text()) if file.exists() else {}
+    return found
+
+
+def a_token(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
+    """Microseconds for each token decoded between the two, by part."""
+    tokens = after.get("tokens", 0) - before.get("tokens", 0)
+    names = [*PARTS, "collections", "turns"]
+    return (
+        {name: round((after.get(name, 0) - before.get(name, 0)) / 1000 / tokens, 2) for name in names} if tokens else {}
+    )
