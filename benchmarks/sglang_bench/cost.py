@@ -28,8 +28,8 @@ class Load(NamedTuple):
         return [prompt(f"{key} {said} {at}", self.length) for at in range(self.at_once)]
 
 
-#: Seconds of a slice, and before it until what waited for the processor has had it; slices of each arm not counted.
-_SLICE, _SETTLE, _WARM_SLICES = 1.0, 0.2, 6
+#: Seconds of a slice; slices of each arm not counted.
+_SLICE, _WARM_SLICES = 1.0, 6
 NEW = Load(32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
 AGAIN = Load(24, 2900, 32, again=True)
@@ -77,7 +77,8 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
     """Every arm is asked all the time, and runs in slices of a second, its tokens counted: a b b a a b b a ...
 
     What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
-    they do then is hidden, for each request that waits for them as a slice ends. Of tokens/s in pairs of slices: see
+    they do then is hidden, for each request that waits for them as a slice ends; what came of it for the engines is
+    theirs as their slice begins, so all of it counts. Of tokens/s in pairs of slices: see
     `ratios`. `turn`: see `cores.shared`. Raises RuntimeError where servers can't share processors.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
@@ -90,10 +91,9 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
             for name, arm in arms.items():
                 for at in range(load.at_once):
                     tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
-            for number in range(-2 * _WARM_SLICES, int(seconds / (_SETTLE + _SLICE)) - 2 * _WARM_SLICES):
+            for number in range(-2 * _WARM_SLICES, int(seconds / _SLICE) - 2 * _WARM_SLICES):
                 at = (number + 1) // 2 % 2
                 together.asked(at)
-                await anyio.sleep(_SETTLE)
                 before, began = _tokens(said[order[at]]), time.monotonic()
                 await anyio.sleep(_SLICE)
                 if number >= 0:
