@@ -24,7 +24,7 @@ class PageBuffers:
         self.pointers = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
 
-class Spaces:
+class SpaceBuffers:
     """Buffers of several page spaces: a page of one lies in each of its buffers, whose page sizes may differ."""
 
     def __init__(self, pools: Sequence[Sequence[PageBuffers]]) -> None:
@@ -42,7 +42,7 @@ class Spaces:
         self.longest = max(buffers.page_bytes for space in pools for buffers in space)
 
 
-#: Of one of the spaces pages by their numbers.
+#: Of one of the spaces pages by their numbers, which it has.
 Parts = Sequence[tuple[int, Sequence[int]]]
 #: Of one of the spaces pages int64 [n] on their device, and where each digest has its place: int64 [buffers, pool
 #: pages], contiguous.
@@ -55,17 +55,18 @@ def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Ten
     return torch.stack([torch.from_numpy(row.view("int64")) for row in rows]).to(buffers.device)
 
 
-def digest_parts_torch(spaces: Spaces, parts: Parts) -> torch.Tensor:
+def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat."""
     found = [_digest_space_torch(spaces, space, torch.tensor(pages, dtype=torch.int64)) for space, pages in parts]
     return torch.cat([each.reshape(-1) for each in found])
 
 
-def digest_into_torch(spaces: Spaces, places: Places) -> None:
-    """Puts digests of pages where they have their place: `out[:, pages]` of each."""
-    for space, pages, out in places:
+def digest_into_torch(spaces: SpaceBuffers, places: Places) -> None:
+    """Puts digests of pages where they have their place: `out[:, pages]` of each. A page without one is left out."""
+    for space, listed, out in places:
+        pages = listed[(listed >= 0) & (listed < out.shape[1])]
         out[:, pages] = _digest_space_torch(spaces, space, pages)
 
 
-def _digest_space_torch(spaces: Spaces, space: int, pages: torch.Tensor) -> torch.Tensor:
+def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:
     return torch.cat([digest_buffers_torch(buffers, pages) for buffers in spaces.pools[space]])

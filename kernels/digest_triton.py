@@ -10,7 +10,7 @@ import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, Spaces
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
@@ -21,6 +21,7 @@ _ROW_BLOCK, _ROW_WARPS = 4096, 16  # a request's own page of SGLang has 65,536 w
 _ROW = 7
 ROW = tl.constexpr(_ROW)  # numbers: see `_by_rows`
 _ANY_PAGE = 1 << 62
+_AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
 
 
 @triton.jit
@@ -159,7 +160,7 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
     return out
 
 
-# No size and no count is an argument: any mix of pages by one compiled kernel.
+# No size and no count is an argument: any mix of pages by the same compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
     at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
@@ -173,48 +174,52 @@ def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, a
             tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(spaces, rows, pages, counts, *, at_page):
-    """`rows`, int64: of each list of pages its space's first buffer and how many, where the list begins in `pages` and
-    how long it is (`counts`), where digests of the first buffer go, bytes from there to those of the next, and what a
-    page's number must be below. A digest's place there is that of its page in the list, or (`at_page`) its number.
+def _by_rows(spaces, rows, on_device, pages, *, at_page):
+    """`rows`: of up to `_AT_ONCE` pages of a list their space's first buffer and how many, where they begin in `pages`
+    and how many, where digests of the first buffer go, bytes from there to those of the next, and what a page's number
+    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number. `on_device` begins
+    with the same, int64.
     """
+    counts = rows[3::_ROW]
     odd = digest.multipliers(spaces.longest // 8, spaces.device)
     _digest_rows[(max(counts), max(spaces.counts), len(counts))](
-        spaces.table, odd, rows, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
+        spaces.table, odd, on_device, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
     )
 
 
-def digest_parts_triton(spaces: Spaces, parts: Parts) -> torch.Tensor:
+def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
     """`buffers.digest_parts_torch`, by one copy to the device and one launch that no host waits for."""
-    counts = [len(pages) for _, pages in parts]
-    sizes = [spaces.counts[space] * count for (space, _), count in zip(parts, counts, strict=True)]
-    out = torch.empty(sum(sizes), dtype=torch.int64, device=spaces.device)
-    listed: list[int] = []
-    first, place = _ROW * len(parts), out.data_ptr()
-    for (space, _), count, size in zip(parts, counts, sizes, strict=True):
-        listed += (spaces.firsts[space], spaces.counts[space], first, count, place, 8 * count, _ANY_PAGE)
-        first += count
-        place += 8 * size
-    if any(counts):
-        for _, pages in parts:
-            listed += pages
-        rows = _on_device(listed, spaces.device)
-        _by_rows(spaces, rows, rows, counts, at_page=False)
+    numbers = [page for _, pages in parts for page in pages]
+    size = sum(spaces.counts[space] * len(pages) for space, pages in parts)
+    out = torch.empty(size, dtype=torch.int64, device=spaces.device)
+    rows: list[int] = []
+    number = _ROW * sum(triton.cdiv(len(pages), _AT_ONCE) for _, pages in parts)
+    place = out.data_ptr()
+    for space, pages in parts:
+        first, buffers, count = spaces.firsts[space], spaces.counts[space], len(pages)
+        for at in range(0, count, _AT_ONCE):
+            rows += (first, buffers, number + at, min(_AT_ONCE, count - at), place + 8 * at, 8 * count, _ANY_PAGE)
+        number += count
+        place += 8 * buffers * count
+    if rows:
+        on_device = _on_device(rows + numbers, spaces.device)
+        _by_rows(spaces, rows, on_device, on_device, at_page=False)
     return out
 
 
-def digest_into_triton(spaces: Spaces, places: Places) -> None:
-    """`buffers.digest_into_torch`, in one launch that no host waits for. A page that has no place is left out."""
-    counts = [len(pages) for _, pages, _ in places]
-    listed: list[int] = []
-    first = 0
-    for (space, _, out), count in zip(places, counts, strict=True):
-        listed += (spaces.firsts[space], spaces.counts[space], first, count)
-        listed += (out.data_ptr(), 8 * out.stride(0), out.shape[1])
-        first += count
-    if any(counts):
+def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
+    """`buffers.digest_into_torch`, in one launch that no host waits for."""
+    rows: list[int] = []
+    number = 0
+    for space, pages, out in places:
+        first, buffers, count, step = spaces.firsts[space], spaces.counts[space], len(pages), 8 * out.stride(0)
+        for at in range(0, count, _AT_ONCE):
+            length = min(_AT_ONCE, count - at)
+            rows += (first, buffers, number + at, length, out.data_ptr(), step, out.shape[1])
+        number += count
+    if rows:
         pages = torch.cat([pages for _, pages, _ in places])
-        _by_rows(spaces, _on_device(listed, spaces.device), pages, counts, at_page=True)
+        _by_rows(spaces, rows, _on_device(rows, spaces.device), pages, at_page=True)
 
 
 def _on_device(numbers, device):

@@ -126,7 +126,7 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
     return buffers.digest_buffers_torch(page_buffers, pages)
 
 
-def digest_parts(spaces: buffers.Spaces, parts: buffers.Parts) -> torch.Tensor:
+def digest_parts(spaces: buffers.SpaceBuffers, parts: buffers.Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, in stream order."""
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_parts_triton
@@ -135,8 +135,11 @@ def digest_parts(spaces: buffers.Spaces, parts: buffers.Parts) -> torch.Tensor:
     return buffers.digest_parts_torch(spaces, parts)
 
 
-def digest_into(spaces: buffers.Spaces, places: buffers.Places) -> None:
-    """Puts digests of pages where they have their place: `out[:, pages]` of each, in stream order."""
+def digest_into(spaces: buffers.SpaceBuffers, places: buffers.Places) -> None:
+    """Puts digests of pages where they have their place: `out[:, pages]` of each, in stream order.
+
+    A page without one is left out.
+    """
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_into_triton
 

@@ -79,7 +79,8 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
     What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
     they do then is hidden, for each request that waits for them as a slice ends; what came of it for the engines is
     theirs as their slice begins, so all of it counts. Of tokens/s in pairs of slices: see
-    `ratios`. `turn`: see `cores.shared`. Raises RuntimeError where servers can't share processors.
+    `ratios`. Each `turn` another arm begins, and see `cores.shared`. Raises RuntimeError where servers can't share
+    processors, if a request failed, and if an arm said nothing.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     said: dict[str, list[Reply]] = {name: [] for name in arms}
@@ -92,7 +93,7 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
                 for at in range(load.at_once):
                     tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
             for number in range(-2 * _WARM_SLICES, int(seconds / _SLICE) - 2 * _WARM_SLICES):
-                at = (number + 1) // 2 % 2
+                at = ((number + 1) // 2 + turn) % 2
                 together.asked(at)
                 before, began = _tokens(said[order[at]]), time.monotonic()
                 await anyio.sleep(_SLICE)
@@ -101,20 +102,25 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
             together.asked(None)
             tasks.cancel_scope.cancel()
     pairs = min(map(len, speeds.values()))
-    errors = [reply.error for replies in said.values() for reply in replies if reply.error]
+    errors = [f"{name}: {reply.error}" for name, replies in said.items() for reply in replies if reply.error]
+    silent = [f"{name}: no token" for name, found in speeds.items() if not any(found)]
+    if errors or silent:
+        raise RuntimeError(f"{len(errors)} requests failed: {(errors or silent)[0]}")
     return {
-        "slice_seconds": _SLICE, "pairs": pairs, "errors": errors[:3], "shared_processors": len(together.processors),
+        "slice_seconds": _SLICE, "pairs": pairs, "shared_processors": len(together.processors),
         **ratios([found[:pairs] for found in speeds.values()]),
         **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
     }  # fmt: skip
 
 
 async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:
-    """One answer after another; the first is shorter the earlier `at` is, so that not all end at once."""
+    """One answer after another, until one fails; the first is shorter the earlier `at` is: not all end at once."""
     new = load.new * (at + 1) // load.at_once
     for number in itertools.count():
         said.append(reply := Reply())
         await client.ask(prompt(f"{at} {number}", load.length), new, stream=True, reply=reply)
+        if reply.error:
+            return
         new = load.new
 
 

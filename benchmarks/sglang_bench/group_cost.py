@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 
 from sglang_bench import cost, plan
 from sglang_bench.ask import Client
 from sglang_bench.bench import Bench, jit, stock_pair
-from sglang_bench.machine import Shape
 
 
 async def costs(bench: Bench) -> None:
@@ -20,8 +19,8 @@ async def costs(bench: Bench) -> None:
     servers = [bench.server(shape) for shape in off]
     if not await bench.ready(on, *servers):
         return
-    plain = cost.Arm(stock_pair(bench, *off), ports(off))
-    hooked = cost.Arm(Client(bench.http, on.url), ports(with_hooks))
+    plain = cost.Arm(stock_pair(bench, *off), plan.ports(off))
+    hooked = cost.Arm(Client(bench.http, on.url), plan.ports(with_hooks))
 
     async def turns(arms: Mapping[str, cost.Arm], key: str, rounds: int, seconds: float, load: cost.Load) -> None:
         ends = time.monotonic() + seconds
@@ -40,8 +39,8 @@ async def costs(bench: Bench) -> None:
     bf16 = bench.deployment("cost-bf16", 22490, *wide)
     if not await bench.ready(bare, bf16):
         return
-    uncached = cost.Arm(Client(bench.http, bare.url), ports(without))
-    precise = cost.Arm(Client(bench.http, bf16.url), ports(wide))
+    uncached = cost.Arm(Client(bench.http, bare.url), plan.ports(without))
+    precise = cost.Arm(Client(bench.http, bf16.url), plan.ports(wide))
     await jit(bench, hooked.client, uncached.client, precise.client)
 
     async def hicache() -> None:
@@ -54,7 +53,3 @@ async def costs(bench: Bench) -> None:
 
     await bench.step("s5.hicache", hicache)
     await bench.step("s5.index_k", index_k)
-
-
-def ports(pair: Iterable[Shape]) -> tuple[int, ...]:
-    return tuple(shape.port for shape in pair)

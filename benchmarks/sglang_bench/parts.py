@@ -1,21 +1,22 @@
-"""What a decode scheduler's main thread spends a token on, by part of its loop: CPU time, so waits for it don't count.
+"""What a decode scheduler's main thread spends a token on, by part of its loop: CPU time.
 
-The plugin is `sglang_bench.parts:register` (entry point group `sglang.srt.plugins`); PART_LOG names its folder. What a
-hook costs is in the part that it is called in, and hooks that decode calls in a forward only look whether a load runs.
+So waits for a processor don't count; those for the GPU spin, and do. The plugin is `sglang_bench.parts:register` (entry
+point group `sglang.srt.plugins`); PART_LOG names its folder. What a hook costs is in the part that it is called in, and
+hooks that decode calls in a forward only look whether a load runs.
 """
 
 from __future__ import annotations
 
 import gc
 import json
-import multiprocessing
 import os
-import sys
 import time
 from collections import Counter
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+from dsv4ctl.engine_adapters.sglang.install import in_scheduler
 
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 _RECEIVER = "sglang.srt.managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
@@ -32,7 +33,7 @@ _WRITTEN_SECONDS = 1.0
 def register() -> None:
     """Counts in a scheduler; in any other process, and without PART_LOG, nothing is hooked."""
     folder = os.environ.get("PART_LOG")
-    if folder is None or multiprocessing.parent_process() is None or "sglang.srt.managers.scheduler" not in sys.modules:
+    if folder is None or not in_scheduler():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 

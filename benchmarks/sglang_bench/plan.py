@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 
 from sglang_bench.machine import Machine, Shape
@@ -102,6 +102,10 @@ def pair(
         ),
         Shape(f"{name}-decode", "decode", port + 2, apart[-1], ranks, "model", 131_072, None, 0, index_k, extra, more),
     )
+
+
+def ports(pair: Iterable[Shape]) -> tuple[int, ...]:
+    return tuple(shape.port for shape in pair)
 
 
 def early_pair(

@@ -8,23 +8,22 @@ a decode engine.
 from __future__ import annotations
 
 import json
-import multiprocessing
 import os
-import sys
 from itertools import zip_longest
 from pathlib import Path
 from typing import Any
+
+from dsv4ctl.engine_adapters.sglang.install import in_scheduler
 
 
 def register() -> None:
     """Notes what a scheduler does; in any other process, and without RANK_LOG, nothing is hooked."""
     folder = os.environ.get("RANK_LOG")
-    scheduler_module = "sglang.srt.managers.scheduler"
-    if folder is None or multiprocessing.parent_process() is None or scheduler_module not in sys.modules:
+    if folder is None or not in_scheduler():
         return
     from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-    scheduler = scheduler_module + ".Scheduler."
+    scheduler = "sglang.srt.managers.scheduler.Scheduler."
     notes = Notes(Path(folder))
     HookRegistry.register(scheduler + "run_batch", notes.batch, HookType.BEFORE)
     HookRegistry.register(scheduler + "abort_request", notes.abort, HookType.BEFORE)

@@ -18,7 +18,7 @@ import torch
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
 from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers, Spaces
+from dsv4ctl.kernels.buffers import PageBuffers, SpaceBuffers
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -104,7 +104,7 @@ class PageDigests:
             for space, group in pools.groups.items()
             if group
         }
-        self._buffers = Spaces([space.pools for space in self.spaces.values()])
+        self._buffers = SpaceBuffers([space.pools for space in self.spaces.values()])
         self._numbers = {space: number for number, space in enumerate(self.spaces)}  #: in `_buffers`
         self._device = self._buffers.device
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None

@@ -1,11 +1,14 @@
+import math
+from typing import Any
+
 import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, Spaces, digest_parts_torch
+from dsv4ctl.kernels import digest_triton, ops
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_triton import (
     digest_buffers_triton,
@@ -59,7 +62,7 @@ def pool(words: int, buffers: int, seed: int) -> PageBuffers:
     return PageBuffers([torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(buffers)])
 
 
-def by_numpy(spaces: Spaces, parts: Parts) -> list[int]:
+def by_numpy(spaces: SpaceBuffers, parts: Parts) -> list[int]:
     layers = [(layer, pages) for space, pages in parts for buffers in spaces.pools[space] for layer in buffers.layers]
     return [int(one) for layer, pages in layers for one in digest_numpy(layer.numpy()[np.array(pages, dtype=int)])]
 
@@ -67,12 +70,12 @@ def by_numpy(spaces: Spaces, parts: Parts) -> list[int]:
 # Around the block of 4,096 words of a step, and pages of one word.
 WORDS = st.one_of(st.sampled_from([1, 2, 4095, 4096, 4097, 8192, 8193]), st.integers(1, 9000))
 POOL = st.builds(pool, WORDS, st.integers(1, 2), st.integers(0, 99))
-SPACES = st.builds(Spaces, st.lists(st.lists(POOL, min_size=1, max_size=2), min_size=1, max_size=3))
+SPACES = st.builds(SpaceBuffers, st.lists(st.lists(POOL, min_size=1, max_size=2), min_size=1, max_size=3))
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(SPACES, st.data())
-def test_pages_of_any_sizes_in_one_launch(spaces: Spaces, data: st.DataObject) -> None:
+def test_pages_of_any_sizes_in_one_launch(spaces: SpaceBuffers, data: st.DataObject) -> None:
     one = st.tuples(st.integers(0, len(spaces.pools) - 1), st.lists(st.integers(0, 3), max_size=3))
     parts = data.draw(st.lists(one, min_size=1, max_size=5))
     expected = by_numpy(spaces, parts)
@@ -81,7 +84,7 @@ def test_pages_of_any_sizes_in_one_launch(spaces: Spaces, data: st.DataObject) -
 
 
 def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
-    spaces = Spaces([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
+    spaces = SpaceBuffers([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
     parts = [(0, [2]), (1, [3, 0]), (0, [])]
     assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
     assert ops.digest_parts(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
@@ -90,7 +93,7 @@ def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
 
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(SPACES, st.data())
-def test_digests_of_any_pages_go_where_their_places_are(spaces: Spaces, data: st.DataObject) -> None:
+def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, data: st.DataObject) -> None:
     chosen = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=len(spaces.pools)))
 
     def places() -> Places:
@@ -111,13 +114,30 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: Spaces, data: st
 
 
 def test_a_page_that_has_no_place_is_neither_read_nor_written() -> None:
-    spaces = Spaces([[pool(3, 2, 5)]])
-    memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-    digest_into_triton(spaces, [(0, torch.tensor([-1, 4, 2]), memory[1:3])])
+    spaces = SpaceBuffers([[pool(3, 2, 5)]])
     expected = torch.full((4, 4), -1)
     values = by_numpy(spaces, [(0, [2])])
     expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
-    assert memory.tolist() == expected.tolist()
+    for digest_into in (digest_into_triton, ops.digest_into):
+        memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
+        digest_into(spaces, [(0, torch.tensor([-1, 4, 2]), memory[1:3])])
+        assert memory.tolist() == expected.tolist()
+
+
+def test_a_long_list_beside_short_ones_starts_few_programs_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+    spaces = SpaceBuffers([[pool(1, 2, 1)], [pool(2, 1, 2)]])
+    parts = [(0, [at % 4 for at in range(70)]), (1, [3]), (1, list(range(4)) * 8)]
+    started: list[int] = []
+
+    class Kernel:
+        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
+            started.append(math.prod(grid))
+            return kernel[grid]
+
+    kernel = digest_triton._digest_rows
+    monkeypatch.setattr(digest_triton, "_digest_rows", Kernel())
+    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    assert started == [16 * 2 * (5 + 1 + 2)]
 
 
 def test_buffers_of_two_page_sizes_are_refused() -> None:

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
-from collections.abc import AsyncIterator, Iterable
-from contextlib import asynccontextmanager
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -15,9 +16,10 @@ import pytest
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from sglang_bench import cores, cost, parts
+from sglang_bench import cores, cost, group_steady, parts
 from sglang_bench.ask import Reply
 from sglang_bench.cores import Shared, Thread
+from sglang_bench.results import Results
 
 LIMIT = 30.0
 ALL = set(range(8))
@@ -109,15 +111,23 @@ async def test_nothing_is_shared_with_a_server_that_does_not_spin(monkeypatch: p
         assert together == Shared()
 
 
-class Silent:
-    """A server that never answers."""
+class Talking:
+    """A server that says a token at every look, or nothing, or fails."""
 
-    async def ask(self, *args: object, **options: object) -> Reply:
-        await anyio.sleep_forever()
-        raise AssertionError
+    def __init__(self, *, silent: bool = False, error: str | None = None) -> None:
+        self.silent, self.error, self.asked = silent, error, 0
+
+    async def ask(self, *args: object, reply: Reply, **options: object) -> Reply:
+        self.asked += 1
+        reply.error = self.error
+        while not self.error:
+            await anyio.lowlevel.checkpoint()
+            reply.ids += [] if self.silent else [1]
+        return reply
 
 
-ARMS: dict[str, Any] = {"off": cost.Arm(Silent(), (1,)), "on": cost.Arm(Silent(), (2,))}  # type: ignore[arg-type]
+def arms(off: Talking, on: Talking) -> dict[str, cost.Arm]:
+    return {"off": cost.Arm(off, (1,)), "on": cost.Arm(on, (2,))}  # type: ignore[arg-type]
 
 
 def sharing(monkeypatch: pytest.MonkeyPatch, shared: Shared) -> None:
@@ -128,19 +138,59 @@ def sharing(monkeypatch: pytest.MonkeyPatch, shared: Shared) -> None:
     monkeypatch.setattr(cores, "shared", always)
 
 
-@pytest.mark.asyncio
-async def test_slices_wait_for_no_last_answer(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing(monkeypatch, Shared(((), ()), ((),)))
+    monkeypatch.setattr(cost, "_SLICE", 0.01)
+
+
+@pytest.mark.asyncio
+async def test_slices_wait_for_no_last_answer(short: None) -> None:
     with anyio.fail_after(LIMIT):
-        found = await cost.slices(ARMS, seconds=0.0, load=cost.Load(2, 8, 4))
-    assert found["shared_processors"] == 1
+        found = await cost.slices(arms(Talking(), Talking()), seconds=0.2, load=cost.Load(2, 8, 4))
+    assert (found["pairs"], found["shared_processors"], len(found["mean_ratio"])) == (4, 1, 2)
+
+
+@pytest.mark.asyncio
+@pytest.mark.parametrize("number", [0, 1])
+async def test_slices_say_who_said_nothing_and_what_failed(short: None, number: int) -> None:
+    for bad, said in ((Talking(silent=True), "no token"), (Talking(error="gone"), "2 requests failed: .*: gone")):
+        pair = [Talking(), Talking()]
+        pair[number] = bad
+        with anyio.fail_after(LIMIT), pytest.raises(RuntimeError, match=said):
+            await cost.slices(arms(*pair), seconds=0.2, load=cost.Load(2, 8, 4))
+        assert bad.asked == 2, "who failed is not asked again and again"
 
 
 @pytest.mark.asyncio
 async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing(monkeypatch, Shared())
     with pytest.raises(RuntimeError, match="can't share"):
-        await cost.slices(ARMS, seconds=0.0, load=cost.NEW)
+        await cost.slices(arms(Talking(), Talking()), seconds=0.0, load=cost.NEW)
+
+
+@pytest.mark.asyncio
+async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    async def start(bench: object, number: int) -> dict[str, Any]:
+        if len(begun) == 3:
+            raise RuntimeError("cut short")
+        begun.append(number)
+        return {"mean_ratio": [1.0 + number / 10, 0.1]}
+
+    async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
+        with suppress(RuntimeError):
+            await body()
+
+    monkeypatch.setattr(group_steady, "_start", start)
+    file = tmp_path / "results.json"
+    for _ in range(2):
+        await group_steady.steady(SimpleNamespace(results=Results(file, resume=True), step=step))  # type: ignore[arg-type]
+        found = json.loads(file.read_text())["s5.steady"]
+        assert (begun, len(found["starts"])) == ([0, 1, 2], 3)
+        assert found["mean_ratio"] == [1.1, 0.0577]
+        monkeypatch.setattr(group_steady, "_STARTS", 3)
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
@@ -175,7 +225,12 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
     for phase, generation in (("start", 2), ("stop", 2), ("start", 0)):
         spent.collection(phase, {"generation": generation})
         work(1_000)
+    spent.forward(scheduler, SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False), reqs=[1]))
     spent._written = 0.0
+    scheduler.server_args.disaggregation_mode = "prefill"
+    spent.turn(scheduler)
+    assert parts.counted(tmp_path, 7) == before
+    scheduler.server_args.disaggregation_mode = "decode"
     spent.turn(scheduler)
     assert parts.a_token(before, parts.counted(tmp_path, 7)) == {
         "requests": 0.0, "queues": 2.0, "batch": 0.0, "forward": 5.0, "results": 0.0, "collections": 0.5, "turns": 8.5,

@@ -26,6 +26,7 @@ def connect(stock: Any, scheduler: Any) -> Any:
     here = rank.here()
     if here is not None:
         # What was built until now stays: a collection that looks through it stops the scheduler for half a second.
+        # (SGLang undoes it if it captures graphs again, after new weights.)
         gc.collect()
         gc.freeze()
         here.connect()

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import pkgutil
 import sys
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
@@ -83,6 +85,14 @@ def no_collection_looks_through_what_was_built_at_start(_: bool) -> None:
         assert life.connect(lambda scheduler: gc.get_freeze_count(), made.scheduler) > built / 2 > 1000
     finally:
         gc.unfreeze()
+
+
+@alone
+def what_the_benchmark_times_is_there(_: bool) -> None:
+    sys.path.append(str(Path(__file__).parents[3] / "benchmarks"))
+    from sglang_bench import parts
+
+    assert all(callable(pkgutil.resolve_name(target)) for target in parts.PARTS.values())
 
 
 @alone

@@ -24,9 +24,8 @@ LANDING = {"full": (5, 6), "swa": (8, 9), "state": (2,)}
 COUNTS = {"full": 5, "swa": 8, "state": 1}
 
 
-def world(role: Role, hooked: bool, *off: str, ranks: int = 1) -> World:
+def world(role: Role, hooked: bool, *off: str) -> World:
     made = World(role, off)
-    made.rank.ranks = ranks
     if not hooked:
         rank._Process.rank = None
     return made

@@ -29,7 +29,7 @@ _DEADLINE = timedelta(seconds=60)
 
 def enter_the_handshake_reduction(number: int, hooked: bool) -> Any:
     """Rank 0 has nobody left to shake hands with, rank 1 has one."""
-    world(Role.DECODE, hooked, ranks=2)
+    world(Role.DECODE, hooked)
     queue = prealloc_queue(waiting=number == 0, group=dist.group.WORLD)
     queue._update_handshake_waiters()
     return queue.queue[0].waiting_for_input
@@ -37,7 +37,7 @@ def enter_the_handshake_reduction(number: int, hooked: bool) -> Any:
 
 def heed_a_verdict_of_one(number: int, hooked: bool) -> Any:
     """Rank 1 alone finds another room's number in the metadata. What each does in a turn, and in the one after acks."""
-    made = world(Role.DECODE, hooked, ranks=2)
+    made = world(Role.DECODE, hooked)
     key = exposed(made)
     queue = transfer_queue(made, KVPoll.Success, written=7 if number == 0 else 9)
     queue.gloo_group = dist.group.WORLD
@@ -51,7 +51,7 @@ def heed_a_verdict_of_one(number: int, hooked: bool) -> Any:
 
 def apply_an_abort_in_one_turn(number: int, hooked: bool) -> Any:
     """The control plane's abort has reached rank 0 and, a turn later, rank 1."""
-    made = world(Role.DECODE, hooked, ranks=2)
+    made = world(Role.DECODE, hooked)
     key = exposed(made)
     group = SimpleNamespace(rank=number, ranks=[0, 1], cpu_group=dist.group.WORLD)
     receiver = request_receiver(tp_size=2, tp_group=group)
