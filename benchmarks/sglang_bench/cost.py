@@ -78,9 +78,10 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
 
     What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
     they do then is hidden, for each request that waits for them as a slice ends; what came of it for the engines is
-    theirs as their slice begins, so all of it counts. Of tokens/s in pairs of slices: see
-    `ratios`. Each `turn` another arm begins, and see `cores.shared`. Raises RuntimeError where servers can't share
-    processors, if a request failed, and if an arm said nothing.
+    theirs as their slice begins, so all of it counts. Of tokens/s in pairs of slices: see `ratios`. Each `turn` another
+    arm begins, and see `cores.shared`.
+
+    Raises RuntimeError where servers can't share processors, if a request failed, and if an arm said nothing.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     said: dict[str, list[Reply]] = {name: [] for name in arms}

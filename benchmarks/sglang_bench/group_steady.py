@@ -13,7 +13,6 @@ from typing import Any
 from sglang_bench import cost, parts, plan
 from sglang_bench.ask import Client
 from sglang_bench.bench import Bench, jit, stock_pair
-from sglang_bench.machine import Deployment, Server
 
 _STARTS, _SECONDS = 12, 70.0
 
@@ -42,9 +41,9 @@ async def _start(bench: Bench, number: int) -> dict[str, Any]:
     base, env = 23000 + 100 * number, {"PART_LOG": str(folder)}
     off = plan.pair(f"off-{number}", base, bench.gpu, fake=bench.fake, env=env)
     with_hooks = plan.pair(f"on-{number}", base + 10, bench.gpu, fake=bench.fake, env=env)
-    started: list[Server | Deployment] = [bench.server(shape) for shape in off] if number % 2 else []
-    started.append(on := bench.deployment(f"on-{number}", base + 90, *with_hooks))
-    started += [] if number % 2 else [bench.server(shape) for shape in off]
+    early = [bench.server(shape) for shape in off] if number % 2 else []
+    on = bench.deployment(f"on-{number}", base + 90, *with_hooks)
+    started = [on, *(early or [bench.server(shape) for shape in off])]
     try:
         if not await bench.ready(*started):
             raise RuntimeError(f"the servers of start {number} did not come up")

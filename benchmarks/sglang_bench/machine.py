@@ -94,11 +94,8 @@ class Server:
         return False
 
     def stop(self) -> None:
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
-            self._log.close()
+        _kill(self._process)
+        self._log.close()
 
 
 def stock_command(machine: Machine, shape: Shape) -> list[str]:
@@ -183,11 +180,16 @@ class Deployment:
 
     def stop(self) -> None:
         """Kills the control plane; its engines die with it."""
-        if self._process.returncode is None:
-            with suppress(ProcessLookupError):
-                os.killpg(self._process.pid, signal.SIGKILL)
-            self._process.wait()
+        _kill(self._process)
         self._file.close()
+
+
+def _kill(process: subprocess.Popen[bytes]) -> None:
+    """And its group, unless it is known to have ended: its number may be another's by now."""
+    if process.returncode is None:
+        with suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
 
 
 def dsv4ctl(*words: str) -> list[str]:

@@ -140,6 +140,17 @@ def test_a_long_list_beside_short_ones_starts_few_programs_in_vain(monkeypatch: 
     assert started == [16 * 2 * (5 + 1 + 2)]
 
 
+def test_each_page_of_a_long_list_goes_to_its_place() -> None:
+    spaces = SpaceBuffers([[PageBuffers([torch.arange(50 * 8, dtype=torch.int32).view(torch.uint8).view(50, 32)] * 2)]])
+    pages = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:37]
+    out = torch.full((2, 50), -1)
+    digest_into_triton(spaces, [(0, pages[:2], out), (0, pages[2:], out)])
+    expected = torch.full((2, 50), -1)
+    values = np.array(by_numpy(spaces, [(0, pages.tolist())]), dtype=np.uint64).view(np.int64)
+    expected[:, pages] = torch.from_numpy(values).view(2, -1)
+    assert out.tolist() == expected.tolist()
+
+
 def test_buffers_of_two_page_sizes_are_refused() -> None:
     with pytest.raises(ValueError, match="one page size"):
         PageBuffers([torch.zeros(2, 8, dtype=torch.uint8), torch.zeros(2, 16, dtype=torch.uint8)])

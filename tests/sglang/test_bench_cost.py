@@ -112,15 +112,16 @@ async def test_nothing_is_shared_with_a_server_that_does_not_spin(monkeypatch: p
 
 
 class Talking:
-    """A server that says a token at every look, or nothing, or fails."""
+    """A server that says a token at every look, or nothing; the first `failing` requests fail."""
 
-    def __init__(self, *, silent: bool = False, error: str | None = None) -> None:
-        self.silent, self.error, self.asked = silent, error, 0
+    def __init__(self, *, silent: bool = False, failing: int = 0) -> None:
+        self.silent, self.failing, self.asked = silent, failing, 0
 
     async def ask(self, *args: object, reply: Reply, **options: object) -> Reply:
         self.asked += 1
-        reply.error = self.error
-        while not self.error:
+        if self.asked <= self.failing:
+            reply.error = "gone"
+        while not reply.error:
             await anyio.lowlevel.checkpoint()
             reply.ids += [] if self.silent else [1]
         return reply
@@ -154,7 +155,11 @@ async def test_slices_wait_for_no_last_answer(short: None) -> None:
 @pytest.mark.asyncio
 @pytest.mark.parametrize("number", [0, 1])
 async def test_slices_say_who_said_nothing_and_what_failed(short: None, number: int) -> None:
-    for bad, said in ((Talking(silent=True), "no token"), (Talking(error="gone"), "2 requests failed: .*: gone")):
+    for bad, said in (
+        (Talking(silent=True), "no token"),
+        (Talking(failing=99), "2 requests failed: .*: gone"),
+        (Talking(failing=1), "1 requests failed: .*: gone"),
+    ):
         pair = [Talking(), Talking()]
         pair[number] = bad
         with anyio.fail_after(LIMIT), pytest.raises(RuntimeError, match=said):
@@ -172,9 +177,10 @@ async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.asyncio
 async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
+    time_for = 3
 
     async def start(bench: object, number: int) -> dict[str, Any]:
-        if len(begun) == 3:
+        if len(begun) == time_for:
             raise RuntimeError("cut short")
         begun.append(number)
         return {"mean_ratio": [1.0 + number / 10, 0.1]}
@@ -184,13 +190,14 @@ async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monk
             await body()
 
     monkeypatch.setattr(group_steady, "_start", start)
+    monkeypatch.setattr(group_steady, "_STARTS", 5)
     file = tmp_path / "results.json"
-    for _ in range(2):
+    for had, mean_ratio in ((3, [1.1, 0.0577]), (5, [1.2, 0.0707]), (5, [1.2, 0.0707])):
         await group_steady.steady(SimpleNamespace(results=Results(file, resume=True), step=step))  # type: ignore[arg-type]
         found = json.loads(file.read_text())["s5.steady"]
-        assert (begun, len(found["starts"])) == ([0, 1, 2], 3)
-        assert found["mean_ratio"] == [1.1, 0.0577]
-        monkeypatch.setattr(group_steady, "_STARTS", 3)
+        assert (begun, len(found["starts"])) == ([*range(had)], had)
+        assert found["mean_ratio"] == mean_ratio
+        time_for = 9
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
