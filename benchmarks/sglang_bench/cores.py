@@ -36,9 +36,16 @@ class Shared(NamedTuple):
     processors: tuple[tuple[Thread | None, ...], ...] = ()
 
     def asked(self, arm: int | None) -> None:
-        """Its threads run; those of the others only while they leave the processor alone. None: all run."""
-        for number, threads in enumerate(self.arms):
+        """Its threads run; those of the others only while they leave the processor alone. None: all run.
+
+        Put back before brought forward, whichever arm it is: how long a change takes must not depend on it.
+        """
+        for number, threads in sorted(enumerate(self.arms), key=lambda one: arm in (None, one[0])):
             _schedule(threads, os.SCHED_OTHER if arm in (None, number) else os.SCHED_IDLE)
+
+    def ran(self) -> list[float]:
+        """Seconds on a processor so far, of all threads of each arm."""
+        return [sum(_ran(threads).values()) for threads in self.arms]
 
 
 @asynccontextmanager

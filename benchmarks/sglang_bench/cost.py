@@ -6,7 +6,8 @@ import itertools
 import math
 import statistics
 import time
-from collections.abc import Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import anyio
@@ -17,7 +18,7 @@ from sglang_bench.results import Results, spread
 
 
 class Load(NamedTuple):
-    at_once: int  #: requests: a whole round of them, or of slices each followed by the next
+    at_once: int  #: requests: a whole round of them, or, in slices, each followed by the next
     length: int  #: tokens of a prompt
     new: int
     again: bool = False  #: each round asks what the one before it asked
@@ -28,8 +29,8 @@ class Load(NamedTuple):
         return [prompt(f"{key} {said} {at}", self.length) for at in range(self.at_once)]
 
 
-#: Seconds of a slice; slices of each arm not counted.
-_SLICE, _WARM_SLICES = 1.0, 6
+#: Seconds of a slice, slices of each arm in a round, rounds that are not counted.
+_SLICE, _SLICES, _WARM_ROUNDS = 0.2, 8, 3
 NEW = Load(32, 900, 96)
 #: More than twice the tokens of the device pool: by their next turn these prompts have left it.
 AGAIN = Load(24, 2900, 32, again=True)
@@ -74,18 +75,21 @@ async def turns(
 
 
 async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: int = 0) -> dict[str, Any]:
-    """Every arm is asked all the time, and runs in slices of a second, its tokens counted: a b b a a b b a ...
+    """Every arm is asked all the time, and they run in slices of a fifth of a second: a b a b ...
 
-    What a neighbour takes changes more slowly than that. Clients and control planes go on in the other's slice: what
-    they do then is hidden, for each request that waits for them as a slice ends; what came of it for the engines is
-    theirs as their slice begins, so all of it counts. Of tokens/s in pairs of slices: see `ratios`. Each `turn` another
-    arm begins, and see `cores.shared`.
+    What neighbours take of a processor changes within a second, so arms that take such turns have the same of it.
+    Clients and control planes go on in the other's slice: what they do then is hidden, for each request that waits for
+    them as a slice ends. All tokens count, whenever they are told, by the seconds of the arm's own slices: of tokens/s
+    by round, `seconds` in all, see `ratios`. `processor_seconds`: what the threads had that share processors. Each
+    `turn` another arm begins, and see `cores.shared`.
 
     Raises RuntimeError where servers can't share processors, if a request failed, and if an arm said nothing.
     """
     speeds: dict[str, list[float]] = {name: [] for name in arms}
     said: dict[str, list[Reply]] = {name: [] for name in arms}
-    order = list(arms)
+    order = deque(enumerate(arms))
+    order.rotate(-turn)
+    rounds = max(1, round(seconds / (_SLICE * _SLICES * len(arms))))
     async with cores.shared([arm.ports for arm in arms.values()], turn) as together:
         if not together.arms:
             raise RuntimeError("compared servers can't share processors here: see `cores.shared`")
@@ -93,25 +97,37 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
             for name, arm in arms.items():
                 for at in range(load.at_once):
                     tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
-            for number in range(-2 * _WARM_SLICES, int(seconds / _SLICE) - 2 * _WARM_SLICES):
-                at = ((number + 1) // 2 + turn) % 2
-                together.asked(at)
-                before, began = _tokens(said[order[at]]), time.monotonic()
-                await anyio.sleep(_SLICE)
-                if number >= 0:
-                    speeds[order[at]].append((_tokens(said[order[at]]) - before) / (time.monotonic() - began))
+            for _ in range(_WARM_ROUNDS):
+                await _round(together, order)
+            ran = together.ran()
+            for _ in range(rounds):
+                before = {name: _tokens(said[name]) for name in arms}
+                for name, lasted in (await _round(together, order)).items():
+                    speeds[name].append((_tokens(said[name]) - before[name]) / lasted)
+            ran = [after - before for before, after in zip(ran, together.ran(), strict=True)]
             together.asked(None)
             tasks.cancel_scope.cancel()
-    pairs = min(map(len, speeds.values()))
     errors = [f"{name}: {reply.error}" for name, replies in said.items() for reply in replies if reply.error]
     silent = [f"{name}: no token" for name, found in speeds.items() if not any(found)]
     if errors or silent:
         raise RuntimeError(f"{len(errors)} requests failed: {(errors or silent)[0]}")
     return {
-        "slice_seconds": _SLICE, "pairs": pairs, "shared_processors": len(together.processors),
-        **ratios([found[:pairs] for found in speeds.values()]),
+        "slice_seconds": _SLICE, "slices": rounds * _SLICES, "shared_processors": len(together.processors),
+        "processor_seconds": dict(zip(arms, (round(one, 2) for one in ran), strict=True)),
+        **ratios([*speeds.values()]),
         **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
     }  # fmt: skip
+
+
+async def _round(together: cores.Shared, order: Iterable[tuple[int, str]]) -> dict[str, float]:
+    """Seconds of each arm's slices."""
+    lasted = {name: 0.0 for _, name in order}
+    for at, name in [*order] * _SLICES:
+        began = time.monotonic()
+        together.asked(at)
+        await anyio.sleep(_SLICE)
+        lasted[name] += time.monotonic() - began
+    return lasted
 
 
 async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:

@@ -14,7 +14,7 @@ from sglang_bench import cost, parts, plan
 from sglang_bench.ask import Client
 from sglang_bench.bench import Bench, jit, stock_pair
 
-_STARTS, _SECONDS = 12, 70.0
+_STARTS, _SECONDS = 15, 40.0
 
 
 async def steady(bench: Bench) -> None:

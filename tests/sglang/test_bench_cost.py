@@ -34,6 +34,7 @@ class System:
         self.threads = [OURS, *(one for arm in spinning for server in arm for one in server)]
         self.processors = {one.number: ALL for one in self.threads}
         self.policies = {one.number: os.SCHED_OTHER for one in self.threads}
+        self.scheduled: list[int] = []
         self.refused = False
 
         async def watched(arms: object) -> list[list[list[Thread]]]:
@@ -56,6 +57,7 @@ class System:
         if self.refused and policy == os.SCHED_OTHER:
             raise PermissionError
         self.policies[number] = policy
+        self.scheduled.append(number)
 
 
 @pytest.mark.asyncio
@@ -67,6 +69,16 @@ async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypa
         assert [number for number, policy in system.policies.items() if policy == os.SCHED_IDLE] == [2, 3]
         together.asked(None)
         assert os.SCHED_IDLE not in system.policies.values()
+
+
+@pytest.mark.asyncio
+async def test_threads_are_put_back_before_others_are_brought_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+    system = System(monkeypatch, SPINNING)
+    async with cores.shared([(1, 2), (3, 4)]) as together:
+        for arm, order in ((0, [4, 5, 2, 3]), (1, [2, 3, 4, 5])):
+            system.scheduled.clear()
+            together.asked(arm)
+            assert system.scheduled == order
 
 
 @pytest.mark.asyncio
@@ -143,13 +155,46 @@ def sharing(monkeypatch: pytest.MonkeyPatch, shared: Shared) -> None:
 def short(monkeypatch: pytest.MonkeyPatch) -> None:
     sharing(monkeypatch, Shared(((), ()), ((),)))
     monkeypatch.setattr(cost, "_SLICE", 0.01)
+    monkeypatch.setattr(cost, "_SLICES", 2)
 
 
 @pytest.mark.asyncio
 async def test_slices_wait_for_no_last_answer(short: None) -> None:
     with anyio.fail_after(LIMIT):
         found = await cost.slices(arms(Talking(), Talking()), seconds=0.2, load=cost.Load(2, 8, 4))
-    assert (found["pairs"], found["shared_processors"], len(found["mean_ratio"])) == (4, 1, 2)
+    assert (found["slices"], found["shared_processors"], len(found["mean_ratio"])) == (10, 1, 2)
+
+
+@pytest.mark.asyncio
+async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
+    now, told = 0.0, [[Reply()], [Reply()]]
+
+    class Late(Shared):
+        def asked(self, arm: int | None) -> None:
+            if arm is not None:
+                told[1 - arm][0].ids += [1] * (6, 9)[1 - arm]
+
+        def ran(self) -> list[float]:
+            return [now, 2 * now]
+
+    async def sleep(seconds: float) -> None:
+        nonlocal now
+        now += seconds
+        await anyio.lowlevel.checkpoint()
+
+    async def keep_asking(client: object, said: list[Reply], load: object, at: int) -> None:
+        said.append(told[client][at])  # type: ignore[call-overload]
+        await anyio.sleep_forever()
+
+    sharing(monkeypatch, Late(((), ()), ((),)))
+    monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: now))
+    monkeypatch.setattr(cost, "anyio", SimpleNamespace(create_task_group=anyio.create_task_group, sleep=sleep))
+    monkeypatch.setattr(cost, "_keep_asking", keep_asking)
+    both = {"off": cost.Arm(0, (1,)), "on": cost.Arm(1, (2,))}  # type: ignore[arg-type]
+    found = await cost.slices(both, seconds=16.0, load=cost.Load(1, 8, 4))
+    assert (found["slices"], found["processor_seconds"]) == (40, {"off": 16.0, "on": 32.0})
+    assert [found[arm]["tokens_per_second"]["median"] for arm in both] == [30.0, 45.0]
+    assert found["mean_ratio"] == [1.5, 0.0]
 
 
 @pytest.mark.asyncio
