@@ -46,12 +46,16 @@ def register() -> None:
 
 
 class Spent:
-    """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came."""
+    """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came.
+
+    Of turns that decoded: one that finds nothing to do is soon followed by the next.
+    """
 
     def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.thread_time_ns) -> None:
         self._folder = folder
         self._clock_ns = clock_ns
         self._counts: Counter[str] = Counter()
+        self._of_turn: Counter[str] = Counter()
         self._turn: int | None = None
         self._collection = 0
         self._written = 0.0
@@ -62,19 +66,21 @@ class Spent:
             try:
                 return stock(*args, **kwargs)
             finally:
-                self._counts[part] += self._clock_ns() - began
+                self._of_turn[part] += self._clock_ns() - began
 
         return timed
 
     def forward(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         if batch.forward_mode.is_decode():
-            self._counts["tokens"] += len(batch.reqs)
+            self._of_turn["tokens"] += len(batch.reqs)
 
     def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
-        """A turn begins. What has none to decode counts, too."""
+        """A turn begins."""
         now = self._clock_ns()
-        if self._turn is not None:
-            self._counts["turns"] += now - self._turn
+        if self._turn is not None and self._of_turn["tokens"]:
+            self._of_turn["turns"] = now - self._turn
+            self._counts.update(self._of_turn)
+        self._of_turn.clear()
         self._turn = now
         if (
             time.monotonic() > self._written + _WRITTEN_SECONDS
@@ -91,7 +97,7 @@ class Spent:
             if phase == "start":
                 self._collection = self._clock_ns()
             else:
-                self._counts["collections"] += self._clock_ns() - self._collection
+                self._of_turn["collections"] += self._clock_ns() - self._collection
 
 
 def counted(folder: Path, port: int) -> dict[str, int]:

@@ -222,11 +222,14 @@ async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) ->
 @pytest.mark.asyncio
 async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
-    time_for = 3
+    time_for, down = 3, [1, 4]
 
-    async def start(bench: object, number: int) -> dict[str, Any]:
+    async def start(bench: object, number: int) -> dict[str, Any] | None:
         if len(begun) == time_for:
             raise RuntimeError("cut short")
+        if number in down:
+            down.remove(number)
+            return None
         begun.append(number)
         return {"mean_ratio": [1.0 + number / 10, 0.1]}
 
@@ -243,6 +246,7 @@ async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monk
         assert (begun, len(found["starts"])) == ([*range(had)], had)
         assert found["mean_ratio"] == mean_ratio
         time_for = 9
+    assert not down
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:
@@ -270,6 +274,11 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
     assert parts.counted(tmp_path, 7) == {}
     spent.turn(scheduler)
     before = parts.counted(tmp_path, 7)
+    assert spent.on("queues")(work, 1_000) == "done"
+    spent.collection("start", {"generation": 2})
+    work(1_000)
+    spent.collection("stop", {"generation": 2})
+    spent.turn(scheduler)  # the one before found nothing to decode
     assert spent.on("queues")(work, 4_000) == "done"
     spent.forward(scheduler, batch)
     with pytest.raises(ZeroDivisionError):
