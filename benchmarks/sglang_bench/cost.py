@@ -63,7 +63,7 @@ async def turns(
                 errors += [reply.error for reply in replies if reply.error]
                 if turn:
                     speeds[name].append(sum(len(reply.ids) for reply in replies) / seconds)
-                    firsts[name] += [reply.first for reply in replies if reply.first is not None]
+                    firsts[name] += _firsts(replies)
                     cached[name] += sum(reply.cached or 0 for reply in replies)
             results.put(
                 key, load=load._asdict(), rounds=turn, errors=errors[:3], shared_processors=len(together.processors),
@@ -81,7 +81,7 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
     Clients and control planes go on in the other's slice: what they do then is hidden, for each request that waits for
     them as a slice ends. All tokens count, whenever they are told, by the seconds of the arm's own slices: of tokens/s
     by round, `seconds` in all, see `ratios`. `processor_seconds`: what the threads had that share processors. Each
-    `turn` another arm begins, and see `cores.shared`.
+    `turn` another arm begins, and see `cores.shared`. Seconds to a first token have the other's slices in them.
 
     Raises RuntimeError where servers can't share processors, if a request failed, and if an arm said nothing.
     """
@@ -99,7 +99,7 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
                     tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
             for _ in range(_WARM_ROUNDS):
                 await _round(together, order)
-            ran = together.ran()
+            ran, asked = together.ran(), {name: len(replies) for name, replies in said.items()}
             for _ in range(rounds):
                 before = {name: _tokens(said[name]) for name in arms}
                 for name, lasted in (await _round(together, order)).items():
@@ -111,11 +111,15 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
     silent = [f"{name}: no token" for name, found in speeds.items() if not any(found)]
     if errors or silent:
         raise RuntimeError(f"{len(errors)} requests failed: {(errors or silent)[0]}")
+    firsts = {name: spread(_firsts(replies[asked[name] :])) for name, replies in said.items()}
     return {
         "slice_seconds": _SLICE, "slices": rounds * _SLICES, "shared_processors": len(together.processors),
         "processor_seconds": dict(zip(arms, (round(one, 2) for one in ran), strict=True)),
         **ratios([*speeds.values()]),
-        **{name: {"tokens_per_second": spread(found, 1)} for name, found in speeds.items()},
+        **{
+            name: {"tokens_per_second": spread(found, 1), "first_token_seconds": firsts[name]}
+            for name, found in speeds.items()
+        },
     }  # fmt: skip
 
 
@@ -139,6 +143,10 @@ async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int) -
         if reply.error:
             return
         new = load.new
+
+
+def _firsts(said: list[Reply]) -> list[float]:
+    return [reply.first for reply in said if reply.first is not None]
 
 
 def _tokens(said: list[Reply]) -> int:

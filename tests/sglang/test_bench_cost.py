@@ -166,13 +166,18 @@ async def test_slices_wait_for_no_last_answer(short: None) -> None:
 
 
 @pytest.mark.asyncio
-async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(monkeypatch: pytest.MonkeyPatch) -> None:
-    now, told = 0.0, [[Reply()], [Reply()]]
+@pytest.mark.parametrize("turn", [0, 1])
+async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(
+    monkeypatch: pytest.MonkeyPatch, turn: int
+) -> None:
+    now, told, order = 0.0, dict[int, list[Reply]](), list[int | None]()
 
     class Late(Shared):
         def asked(self, arm: int | None) -> None:
-            if arm is not None:
+            order.append(arm)
+            if arm is not None and told:
                 told[1 - arm][0].ids += [1] * (6, 9)[1 - arm]
+                told[arm].append(Reply(first=now))
 
         def ran(self) -> list[float]:
             return [now, 2 * now]
@@ -182,18 +187,22 @@ async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(monkeyp
         now += seconds
         await anyio.lowlevel.checkpoint()
 
-    async def keep_asking(client: object, said: list[Reply], load: object, at: int) -> None:
-        said.append(told[client][at])  # type: ignore[call-overload]
+    async def keep_asking(client: int, said: list[Reply], load: object, at: int) -> None:
+        said.append(Reply())
+        told[client] = said
         await anyio.sleep_forever()
 
     sharing(monkeypatch, Late(((), ()), ((),)))
     monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(cost, "anyio", SimpleNamespace(create_task_group=anyio.create_task_group, sleep=sleep))
     monkeypatch.setattr(cost, "_keep_asking", keep_asking)
+    monkeypatch.setattr(cost, "_SLICE", 0.5)
     both = {"off": cost.Arm(0, (1,)), "on": cost.Arm(1, (2,))}  # type: ignore[arg-type]
-    found = await cost.slices(both, seconds=16.0, load=cost.Load(1, 8, 4))
-    assert (found["slices"], found["processor_seconds"]) == (40, {"off": 16.0, "on": 32.0})
-    assert [found[arm]["tokens_per_second"]["median"] for arm in both] == [30.0, 45.0]
+    found = await cost.slices(both, seconds=16.0, load=cost.Load(1, 8, 4), turn=turn)
+    assert order[:4] == [turn, 1 - turn, turn, 1 - turn]
+    assert (found["slices"], found["processor_seconds"]) == (16, {"off": 16.0, "on": 32.0})
+    assert [found[arm]["tokens_per_second"]["median"] for arm in both] == [12.0, 18.0]
+    assert [found[arm]["first_token_seconds"]["n"] for arm in both] == [16, 16], "those of rounds that warm up, no"
     assert found["mean_ratio"] == [1.5, 0.0]
 
 
