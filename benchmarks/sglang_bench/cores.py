@@ -2,15 +2,16 @@
 
 A scheduler's main thread spins, and so does the one that drives its transfers. Which of a virtual machine's processors
 share their core, and with whom, it is not told, and it changes within seconds. So threads that do the same in compared
-servers share a processor, and only those of the servers that are asked run on it.
+servers share a processor, and only the schedulers of the servers that are asked run; the others are stopped. (Put back
+they would run whenever the asked ones wait: for their interpreter, say. What those lose the others would gain.)
 """
 
 from __future__ import annotations
 
 import os
+import signal
 from collections import deque
 from collections.abc import AsyncIterator, Iterable, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from contextlib import asynccontextmanager, suppress
 from itertools import zip_longest
 from pathlib import Path
@@ -36,12 +37,12 @@ class Shared(NamedTuple):
     processors: tuple[tuple[Thread | None, ...], ...] = ()
 
     def asked(self, arm: int | None) -> None:
-        """Its threads run; those of the others only while they leave the processor alone. None: all run.
+        """Its processes run, those of the others are stopped. None: all run.
 
-        Put back before brought forward, whichever arm it is: how long a change takes must not depend on it.
+        Stopped before others go on, whichever arm it is: how long a change takes must not depend on it.
         """
         for number, threads in sorted(enumerate(self.arms), key=lambda one: arm in (None, one[0])):
-            _schedule(threads, os.SCHED_OTHER if arm in (None, number) else os.SCHED_IDLE)
+            _send(signal.SIGCONT if arm in (None, number) else signal.SIGSTOP, threads)
 
     def ran(self) -> list[float]:
         """Seconds on a processor so far, of all threads of each arm."""
@@ -52,14 +53,13 @@ class Shared(NamedTuple):
 async def shared(arms: Sequence[Sequence[int]], turn: int = 0) -> AsyncIterator[Shared]:
     """`arms`: ports of idle servers, in one order in each. Each `turn` takes the next processors.
 
-    Nothing is shared on few processors, where a server has no thread that spins, or where a thread that is put back
-    can't be brought forward again (that takes CAP_SYS_NICE). At the end all run, and everywhere.
+    Nothing is shared on few processors, or where a server has no thread that spins. At the end all run, and everywhere.
     """
     mine, parents = os.sched_getaffinity(0), _parents()
     spinning = await _spinning([[_threads(_tree(_serving(port, parents), parents)) for port in arm] for arm in arms])
     processors = [threads for servers in zip(*spinning, strict=True) for threads in zip_longest(*servers)]
     every = all(threads for servers in spinning for threads in servers)
-    if not every or len(processors) + _FREE > len(mine) or not _comes_back():
+    if not every or len(processors) + _FREE > len(mine):
         yield Shared()
         return
     found = Shared(tuple(tuple(one for server in arm for one in server) for arm in spinning), tuple(processors))
@@ -72,9 +72,8 @@ async def shared(arms: Sequence[Sequence[int]], turn: int = 0) -> AsyncIterator[
             _place(one, {own[one]} if one in own else rest)
         yield found
     finally:
-        ours = _threads(_tree({os.getpid()}, _parents()))  # one that began meanwhile began as who began it was
-        _schedule(ours, os.SCHED_OTHER)
-        for one in ours:
+        found.asked(None)
+        for one in _threads(_tree({os.getpid()}, _parents())):  # one that began meanwhile began where its parent was
             _place(one, mine)
 
 
@@ -103,25 +102,10 @@ def _place(thread: Thread, processors: Iterable[int]) -> None:
         os.sched_setaffinity(thread.number, processors)
 
 
-def _schedule(threads: Iterable[Thread], policy: int) -> None:
-    for one in threads:
+def _send(number: signal.Signals, threads: Iterable[Thread]) -> None:
+    for process in sorted({one.process for one in threads}):
         with suppress(ProcessLookupError):  # it ended meanwhile
-            os.sched_setscheduler(one.number, policy, os.sched_param(0))
-
-
-def _comes_back() -> bool:
-    """Whether a thread that is made idle can be made another again: one that ends with the trial."""
-
-    def trial() -> bool:
-        try:
-            for policy in (os.SCHED_IDLE, os.SCHED_OTHER):
-                os.sched_setscheduler(0, policy, os.sched_param(0))
-        except PermissionError:
-            return False
-        return True
-
-    with ThreadPoolExecutor(1) as one:
-        return one.submit(trial).result()
+            os.kill(process, number)
 
 
 def _parents() -> dict[int, int]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import signal
 import sys
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
 from contextlib import asynccontextmanager, suppress
@@ -28,14 +29,13 @@ SPINNING = [[[Thread(2, 2)], [Thread(3, 3)]], [[Thread(4, 4)], [Thread(5, 5)]]]
 
 
 class System:
-    """The processors and policies of some threads, in place of this machine's."""
+    """The processors of some threads, and which processes are stopped, in place of this machine's."""
 
     def __init__(self, monkeypatch: pytest.MonkeyPatch, spinning: list[list[list[Thread]]]) -> None:
         self.threads = [OURS, *(one for arm in spinning for server in arm for one in server)]
         self.processors = {one.number: ALL for one in self.threads}
-        self.policies = {one.number: os.SCHED_OTHER for one in self.threads}
-        self.scheduled: list[int] = []
-        self.refused = False
+        self.stopped: set[int] = set()
+        self.signalled: list[int] = []
 
         async def watched(arms: object) -> list[list[list[Thread]]]:
             return spinning
@@ -44,20 +44,18 @@ class System:
         monkeypatch.setattr(cores, "_threads", lambda pids: list(self.threads))
         monkeypatch.setattr(os, "sched_getaffinity", lambda number: ALL)
         monkeypatch.setattr(os, "sched_setaffinity", self._place)
-        monkeypatch.setattr(os, "sched_setscheduler", self._schedule)
+        monkeypatch.setattr(os, "kill", self._signal)
 
     def begin(self, number: int, by: int) -> None:
         self.threads.append(Thread(by, number))
-        self.processors[number], self.policies[number] = self.processors[by], self.policies[by]
+        self.processors[number] = self.processors[by]
 
     def _place(self, number: int, processors: Iterable[int]) -> None:
         self.processors[number] = set(processors)
 
-    def _schedule(self, number: int, policy: int, param: object) -> None:
-        if self.refused and policy == os.SCHED_OTHER:
-            raise PermissionError
-        self.policies[number] = policy
-        self.scheduled.append(number)
+    def _signal(self, process: int, number: int) -> None:
+        self.signalled.append(process)
+        (self.stopped.add if number == signal.SIGSTOP else self.stopped.discard)(process)
 
 
 @pytest.mark.asyncio
@@ -66,19 +64,19 @@ async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypa
     async with cores.shared([(1, 2), (3, 4)]) as together:
         assert system.processors == {1: {2, 3, 4, 5, 6, 7}, 2: {0}, 4: {0}, 3: {1}, 5: {1}}
         together.asked(1)
-        assert [number for number, policy in system.policies.items() if policy == os.SCHED_IDLE] == [2, 3]
+        assert system.stopped == {2, 3}
         together.asked(None)
-        assert os.SCHED_IDLE not in system.policies.values()
+        assert not system.stopped
 
 
 @pytest.mark.asyncio
-async def test_threads_are_put_back_before_others_are_brought_forward(monkeypatch: pytest.MonkeyPatch) -> None:
+async def test_processes_are_stopped_before_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(monkeypatch, SPINNING)
     async with cores.shared([(1, 2), (3, 4)]) as together:
         for arm, order in ((0, [4, 5, 2, 3]), (1, [2, 3, 4, 5])):
-            system.scheduled.clear()
+            system.signalled.clear()
             together.asked(arm)
-            assert system.scheduled == order
+            assert system.signalled == order
 
 
 @pytest.mark.asyncio
@@ -98,22 +96,12 @@ async def test_at_the_end_all_run_everywhere_those_that_began_meanwhile_too(monk
         async with cores.shared([(1, 2), (3, 4)]) as together:
             together.asked(0)
             system.begin(9, by=4)
-            assert (system.policies[9], system.processors[9]) == (os.SCHED_IDLE, {0})
+            assert (system.stopped, system.processors[9]) == ({4, 5}, {0})
             scope.cancel()
             await anyio.lowlevel.checkpoint()
     assert scope.cancelled_caught
-    assert set(system.policies.values()) == {os.SCHED_OTHER}
+    assert not system.stopped
     assert all(processors == ALL for processors in system.processors.values())
-
-
-@pytest.mark.asyncio
-async def test_no_thread_is_put_back_that_could_not_be_brought_forward_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    system = System(monkeypatch, SPINNING)
-    system.refused = True
-    async with cores.shared([(1, 2), (3, 4)]) as together:
-        together.asked(0)
-        assert together == Shared()
-    assert {system.policies[one.number] for one in system.threads} == {os.SCHED_OTHER}
 
 
 @pytest.mark.asyncio
