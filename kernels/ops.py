@@ -127,7 +127,10 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
 
 
 def digest_parts(spaces: buffers.SpaceBuffers, parts: buffers.Parts) -> torch.Tensor:
-    """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, in stream order."""
+    """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, on the host.
+
+    They are there once the current stream has come so far. Keep what is returned until then: the device writes there.
+    """
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_parts_triton
 

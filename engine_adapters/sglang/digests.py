@@ -6,6 +6,7 @@ is one (pool, layer) of everything that a room is sent by.
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -50,9 +51,14 @@ def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
         return Fetched(values, None, read)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
+    return Fetched(host, _recorded(), read)
+
+
+def _recorded() -> Event:
+    """The current stream's way so far."""
     event = torch.cuda.Event()
     event.record()
-    return Fetched(host, event, read)
+    return event
 
 
 class Expected(NamedTuple):
@@ -114,6 +120,7 @@ class PageDigests:
         for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
+        self._landing: deque[Fetched] = deque()  #: which the device still writes, wanted or not
         self._compile()
 
     def _compile(self) -> None:
@@ -130,8 +137,12 @@ class PageDigests:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
         parts = [[(number, pages.get(name, ())) for name, number in self._numbers.items()] for pages in rooms]
         sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
+        while self._landing and self._landing[0].ready():
+            self._landing.popleft()
         with self._beside_forward():
-            return fetch(ops.digest_parts(self._buffers, [part for room in parts for part in room])).split(sizes)
+            values = ops.digest_parts(self._buffers, [part for room in parts for part in room])
+            self._landing.append(found := Fetched(values, None if self._beside is None else _recorded(), ()))
+        return found.split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.
