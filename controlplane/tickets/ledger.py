@@ -100,13 +100,9 @@ class Ledger:
 
     def counts(self) -> dict[str, dict[str, int]]:
         """Pages by state and space, and leased pages (under an open load)."""
-        names = ("free", "owned", "retiring", "quarantined")
-        by_state = {
-            name: {space.name: space.state.count(code) for space in self._spaces.values()}
-            for code, name in enumerate(names)
-        }
-        leased = {s.name: len(s.load) - s.load.count(None) for s in self._spaces.values()}
-        return {**by_state, "leased": leased}
+        spaces = {space.name: space.counts() for space in self._spaces.values()}
+        states = ("free", "owned", "retiring", "quarantined", "leased")
+        return {state: {name: found[state] for name, found in spaces.items()} for state in states}
 
     # ---- writers -----------------------------------------------------------------------------------
 

@@ -14,7 +14,7 @@ NONE: frozenset[str] = frozenset()
 
 
 class Space:
-    """Lists by page number."""
+    """Lists by page number. `state` is of bytes: a rank counts its hundred thousand pages a few times a second."""
 
     __slots__ = (
         "filled",
@@ -35,13 +35,24 @@ class Space:
         self.on_host = name.startswith(HOST)
         self.pools = frozenset(spec.pools)
         self.generation = [0] * spec.pages
-        self.state = [FREE] * spec.pages
+        self.state = bytearray(spec.pages)
         self.readers = [0] * spec.pages
         self.ready: list[int | None] = [None] * spec.pages  #: the generation of an owned page that is filled whole
         self.filled = [NONE] * spec.pages  #: pools whose bytes are complete; none under a load
         self.filling = [NONE] * spec.pages  #: pools that the page's load writes
         self.load: list[Load | None] = [None] * spec.pages
         self.free = deque(range(spec.pages))
+
+    def counts(self) -> dict[str, int]:
+        """Pages by state, and leased pages (under an open load)."""
+        free, retiring, quarantined = len(self.free), self.state.count(RETIRING), self.state.count(QUARANTINED)
+        return {
+            "free": free,
+            "owned": len(self.state) - free - retiring - quarantined,
+            "retiring": retiring,
+            "quarantined": quarantined,
+            "leased": len(self.load) - self.load.count(None),
+        }
 
     def quiet(self, page: int) -> bool:
         return not self.readers[page] and self.load[page] is None
