@@ -5,8 +5,9 @@ from __future__ import annotations
 import json
 import os
 import signal
+import subprocess
 import sys
-from collections.abc import AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
 from types import SimpleNamespace
@@ -14,6 +15,8 @@ from typing import Any
 
 import anyio
 import pytest
+
+from running import until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
@@ -77,6 +80,37 @@ async def test_processes_are_stopped_before_others_go_on(monkeypatch: pytest.Mon
             system.signalled.clear()
             together.asked(arm)
             assert system.signalled == order
+
+
+@pytest.fixture
+def running(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[int]]:
+    """Two processes, each the spinning one of a server."""
+    started = [subprocess.Popen([sys.executable, "-c", "import time\nwhile True: time.sleep(0)"]) for _ in range(2)]
+
+    async def watched(arms: object) -> list[list[list[Thread]]]:
+        return [[[Thread(one.pid, one.pid)]] for one in started]
+
+    monkeypatch.setattr(cores, "_spinning", watched)
+    monkeypatch.setattr(cores, "_FREE", 1)
+    try:
+        yield [one.pid for one in started]
+    finally:
+        for one in started:
+            one.kill()
+            one.wait()
+
+
+@pytest.mark.asyncio
+async def test_a_process_that_is_not_asked_stands_still_until_it_is(running: list[int]) -> None:
+    def stopped() -> list[bool]:
+        stats = [Path(f"/proc/{pid}/stat").read_text() for pid in running]
+        return [stat.rpartition(")")[2].split()[0] == "T" for stat in stats]
+
+    async with cores.shared([(1,), (2,)]) as together:
+        for arm, expected in ((0, [False, True]), (1, [True, False]), (None, [False, False]), (0, [False, True])):
+            together.asked(arm)
+            await until(lambda expected=expected: stopped() == expected)  # type: ignore[misc]
+    await until(lambda: stopped() == [False, False])
 
 
 @pytest.mark.asyncio
