@@ -161,7 +161,7 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
 
 
 # No size and no count is an argument: any mix of pages by the same compiled kernel.
-@triton.jit(do_not_specialize_on_alignment=["rows_ptr", "pages_ptr"])
+@triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
     at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
     if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
@@ -174,21 +174,21 @@ def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, a
             tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(spaces, rows, listed, pages, *, at_page):
+def _by_rows(spaces, rows, on_device, pages, *, at_page):
     """`rows`: of up to `_AT_ONCE` pages of a list their space's first buffer and how many, where they begin in `pages`
     and how many, where digests of the first buffer go, bytes from there to those of the next, and what a page's number
-    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number. `listed` begins
-    with the same, int64, where the device reads it.
+    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number. `on_device` begins
+    with the same, int64.
     """
     counts = rows[3::_ROW]
     odd = digest.multipliers(spaces.longest // 8, spaces.device)
     _digest_rows[(max(counts), max(spaces.counts), len(counts))](
-        spaces.table, odd, listed, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
+        spaces.table, odd, on_device, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
     )
 
 
 def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
-    """`buffers.digest_parts_torch`, in one launch: the kernel reads lists and writes digests in pinned host memory."""
+    """`buffers.digest_parts_torch`, by one copy to the device and one launch, which writes to pinned host memory."""
     numbers = [page for _, pages in parts for page in pages]
     size = sum(spaces.counts[space] * len(pages) for space, pages in parts)
     number = _ROW * sum(triton.cdiv(len(pages), _AT_ONCE) for _, pages in parts)
@@ -204,7 +204,8 @@ def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
     if rows:
         listed = memory[size:]
         listed.numpy()[:] = rows + numbers
-        _by_rows(spaces, rows, listed, listed, at_page=False)
+        on_device = listed.to(spaces.device, non_blocking=True)
+        _by_rows(spaces, rows, on_device, on_device, at_page=False)
     return memory[:size]
 
 

@@ -129,7 +129,7 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
 def digest_parts(spaces: buffers.SpaceBuffers, parts: buffers.Parts) -> torch.Tensor:
     """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, on the host.
 
-    They are there once the current stream has come so far. Keep what is returned until then: the device writes there.
+    They are there once the current stream has come so far. Keep what is returned until then: the device works in it.
     """
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_triton import digest_parts_triton

@@ -1,9 +1,9 @@
 """The same processors for compared servers: a thread whose core a stranger uses too is slower by a third.
 
 A scheduler's main thread spins, and so does the one that drives its transfers. Which of a virtual machine's processors
-share their core, and with whom, it is not told, and it changes within seconds. So threads that do the same in compared
-servers share a processor, and only the schedulers of the servers that are asked run; the others are stopped. (Put back
-they would run whenever the asked ones wait: for their interpreter, say. What those lose the others would gain.)
+share their core, and with whom, it is not told, and it changes within half a second. So threads that do the same in
+compared servers share a processor, and only the schedulers of the servers that are asked run; the others are stopped.
+(At a low priority they would run whenever the asked ones wait, for their interpreter, say, and gain what those lose.)
 """
 
 from __future__ import annotations
@@ -45,7 +45,7 @@ class Shared(NamedTuple):
             _send(signal.SIGCONT if arm in (None, number) else signal.SIGSTOP, threads)
 
     def ran(self) -> list[float]:
-        """Seconds on a processor so far, of all threads of each arm."""
+        """Seconds on a processor so far, of all threads of each arm that spin."""
         return [sum(_ran(threads).values()) for threads in self.arms]
 
 
@@ -56,7 +56,7 @@ async def shared(arms: Sequence[Sequence[int]], turn: int = 0) -> AsyncIterator[
     Nothing is shared on few processors, or where a server has no thread that spins. At the end all run, and everywhere.
     """
     mine, parents = os.sched_getaffinity(0), _parents()
-    spinning = await _spinning([[_threads(_tree(_serving(port, parents), parents)) for port in arm] for arm in arms])
+    spinning = await _spinning([[_threads(_schedulers(port, parents)) for port in arm] for arm in arms])
     processors = [threads for servers in zip(*spinning, strict=True) for threads in zip_longest(*servers)]
     every = all(threads for servers in spinning for threads in servers)
     if not every or len(processors) + _FREE > len(mine):
@@ -92,7 +92,12 @@ def _ran(threads: Iterable[Thread]) -> dict[Thread, float]:
     found = {}
     for one in threads:
         with suppress(OSError):  # it ended meanwhile
-            stat = Path(f"/proc/{one.process}/task/{one.number}/stat").read_text().rpartition(")")[2].split()
+            stat = (
+                Path(f"/proc/{one.process}/task/{one.number}/stat")
+                .read_text(errors="replace")
+                .rpartition(")")[2]
+                .split()
+            )
             found[one] = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
@@ -102,28 +107,29 @@ def _place(thread: Thread, processors: Iterable[int]) -> None:
         os.sched_setaffinity(thread.number, processors)
 
 
-def _send(number: signal.Signals, threads: Iterable[Thread]) -> None:
+def _send(what: signal.Signals, threads: Iterable[Thread]) -> None:
     for process in sorted({one.process for one in threads}):
         with suppress(ProcessLookupError):  # it ended meanwhile
-            os.kill(process, number)
+            os.kill(process, what)
 
 
 def _parents() -> dict[int, int]:
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            found[int(status.parent.name)] = int(status.read_text().rpartition(")")[2].split()[1])
+            found[int(status.parent.name)] = int(status.read_text(errors="replace").rpartition(")")[2].split()[1])
     return found
 
 
-def _serving(port: int, pids: Iterable[int]) -> set[int]:
-    """Those that were started with `--port PORT`."""
-    return {pid for pid in pids if f"\0--port\0{port}\0" in _command(pid)}
+def _schedulers(port: int, parents: dict[int, int]) -> set[int]:
+    """Below what was started with `--port PORT`, which itself serves HTTP and is never stopped."""
+    serving = {pid for pid in parents if f"\0--port\0{port}\0" in _command(pid)}
+    return _tree(serving, parents) - serving
 
 
 def _command(pid: int) -> str:
     try:
-        return Path(f"/proc/{pid}/cmdline").read_text()
+        return Path(f"/proc/{pid}/cmdline").read_text(errors="replace")
     except OSError:  # it ended meanwhile
         return ""
 

@@ -77,11 +77,12 @@ async def turns(
 async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: int = 0) -> dict[str, Any]:
     """Every arm is asked all the time, and they run in slices of a fifth of a second: a b a b ...
 
-    What neighbours take of a processor changes within a second, so arms that take such turns have the same of it.
+    What neighbours take of a processor changes within half a second, so arms that take such turns have the same of it.
     Clients and control planes go on in the other's slice: what they do then is hidden, for each request that waits for
     them as a slice ends. All tokens count, whenever they are told, by the seconds of the arm's own slices: of tokens/s
-    by round, `seconds` in all, see `ratios`. `processor_seconds`: what the threads had that share processors. Each
-    `turn` another arm begins, and see `cores.shared`. Seconds to a first token have the other's slices in them.
+    by round, `seconds` in all after some that warm up, see `ratios`. `processor_seconds`: what the threads had that
+    share processors. Each `turn` another arm begins, and see `cores.shared`. Seconds to a first token have the other's
+    slices in them.
 
     Raises RuntimeError where servers can't share processors, if a request failed, and if an arm said nothing.
     """
@@ -105,7 +106,6 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
                 for name, lasted in (await _round(together, order)).items():
                     speeds[name].append((_tokens(said[name]) - before[name]) / lasted)
             ran = [after - before for before, after in zip(ran, together.ran(), strict=True)]
-            together.asked(None)
             tasks.cancel_scope.cancel()
     errors = [f"{name}: {reply.error}" for name, replies in said.items() for reply in replies if reply.error]
     silent = [f"{name}: no token" for name, found in speeds.items() if not any(found)]

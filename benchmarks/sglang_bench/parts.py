@@ -48,7 +48,7 @@ def register() -> None:
 class Spent:
     """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came.
 
-    Of turns that decoded: one that finds nothing to do is soon followed by the next.
+    Only turns that decoded count: in the others the thread looks for work.
     """
 
     def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.thread_time_ns) -> None:

@@ -58,7 +58,7 @@ GROUPS = {
         560.0,
         5.0,
         {
-            "s5.steady": Step(555.0, 450.0, "tokens/s of 32 at a time, hooks on and off, of 15 starts: 4 or 5 a call"),
+            "s5.steady": Step(555.0, 450.0, "tokens/s of 32 at a time, hooks on and off, of 16 starts: 5 or 6 a call"),
         },
     ),
     "cost": Group(

@@ -120,7 +120,7 @@ class PageDigests:
         for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
-        self._landing: deque[Fetched] = deque()  #: which the device still writes, wanted or not
+        self._landing: deque[Fetched] = deque()  #: in whose memory the device is still at work, wanted or not
         self._compile()
 
     def _compile(self) -> None:

@@ -28,7 +28,7 @@ from sglang_bench.results import Results
 LIMIT = 30.0
 ALL = set(range(8))
 OURS = Thread(1, 1)
-SPINNING = [[[Thread(2, 2)], [Thread(3, 3)]], [[Thread(4, 4)], [Thread(5, 5)]]]
+SPINNING = [[[Thread(12, 2)], [Thread(13, 3)]], [[Thread(14, 4)], [Thread(15, 5)]]]
 
 
 class System:
@@ -67,7 +67,7 @@ async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypa
     async with cores.shared([(1, 2), (3, 4)]) as together:
         assert system.processors == {1: {2, 3, 4, 5, 6, 7}, 2: {0}, 4: {0}, 3: {1}, 5: {1}}
         together.asked(1)
-        assert system.stopped == {2, 3}
+        assert system.stopped == {12, 13}
         together.asked(None)
         assert not system.stopped
 
@@ -76,7 +76,7 @@ async def test_threads_of_one_place_share_a_processor_and_the_asked_run(monkeypa
 async def test_processes_are_stopped_before_others_go_on(monkeypatch: pytest.MonkeyPatch) -> None:
     system = System(monkeypatch, SPINNING)
     async with cores.shared([(1, 2), (3, 4)]) as together:
-        for arm, order in ((0, [4, 5, 2, 3]), (1, [2, 3, 4, 5])):
+        for arm, order in ((0, [14, 15, 12, 13]), (1, [12, 13, 14, 15])):
             system.signalled.clear()
             together.asked(arm)
             assert system.signalled == order
@@ -107,6 +107,8 @@ async def test_a_process_that_is_not_asked_stands_still_until_it_is(running: lis
         return [stat.rpartition(")")[2].split()[0] == "T" for stat in stats]
 
     async with cores.shared([(1,), (2,)]) as together:
+        assert together.arms, "two processors are needed"
+        await until(lambda: min(together.ran()) > 0)
         for arm, expected in ((0, [False, True]), (1, [True, False]), (None, [False, False]), (0, [False, True])):
             together.asked(arm)
             await until(lambda expected=expected: stopped() == expected)  # type: ignore[misc]
@@ -130,7 +132,7 @@ async def test_at_the_end_all_run_everywhere_those_that_began_meanwhile_too(monk
         async with cores.shared([(1, 2), (3, 4)]) as together:
             together.asked(0)
             system.begin(9, by=4)
-            assert (system.stopped, system.processors[9]) == ({4, 5}, {0})
+            assert (system.stopped, system.processors[9]) == ({14, 15}, {0})
             scope.cancel()
             await anyio.lowlevel.checkpoint()
     assert scope.cancelled_caught
@@ -206,7 +208,7 @@ async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(
 
     async def sleep(seconds: float) -> None:
         nonlocal now
-        now += seconds
+        now += seconds * 1.25
         await anyio.lowlevel.checkpoint()
 
     async def keep_asking(client: int, said: list[Reply], load: object, at: int) -> None:
@@ -222,8 +224,8 @@ async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(
     both = {"off": cost.Arm(0, (1,)), "on": cost.Arm(1, (2,))}  # type: ignore[arg-type]
     found = await cost.slices(both, seconds=16.0, load=cost.Load(1, 8, 4), turn=turn)
     assert order[:4] == [turn, 1 - turn, turn, 1 - turn]
-    assert (found["slices"], found["processor_seconds"]) == (16, {"off": 16.0, "on": 32.0})
-    assert [found[arm]["tokens_per_second"]["median"] for arm in both] == [12.0, 18.0]
+    assert (found["slices"], found["processor_seconds"]) == (16, {"off": 20.0, "on": 40.0})
+    assert [found[arm]["tokens_per_second"]["median"] for arm in both] == [9.6, 14.4]
     assert [found[arm]["first_token_seconds"]["n"] for arm in both] == [16, 16], "those of rounds that warm up, no"
     assert found["mean_ratio"] == [1.5, 0.0]
 
@@ -278,6 +280,29 @@ async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monk
         assert found["mean_ratio"] == mean_ratio
         time_for = 9
     assert not down
+
+
+@pytest.mark.asyncio
+async def test_servers_that_do_not_come_up_twice_end_it(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    begun: list[int] = []
+
+    async def start(bench: object, number: int) -> None:
+        begun.append(number)
+
+    async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
+        await body()
+
+    monkeypatch.setattr(group_steady, "_start", start)
+    bench = SimpleNamespace(results=Results(tmp_path / "results.json", resume=False), step=step)
+    with pytest.raises(RuntimeError, match="start 0 did not come up, twice"):
+        await group_steady.steady(bench)  # type: ignore[arg-type]
+    assert begun == [0, 0]
+
+
+def test_what_serves_http_is_never_stopped(monkeypatch: pytest.MonkeyPatch) -> None:
+    commands = {1: "bench", 2: "guardian\0--port\x007\0", 3: "server\0--port\x007\0", 4: "scheduler", 5: "other"}
+    monkeypatch.setattr(cores, "_command", commands.__getitem__)
+    assert cores._schedulers(7, {1: 0, 2: 1, 3: 2, 4: 3, 5: 1}) == {4}
 
 
 def test_a_round_in_which_the_first_said_nothing_has_no_ratio_and_counts_in_the_mean() -> None:

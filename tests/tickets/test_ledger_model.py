@@ -15,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 from msgspec.structs import replace
 
 from dsv4ctl.controlplane.tickets.ledger import Ledger, LedgerError
-from dsv4ctl.controlplane.tickets.space import OWNED
+from dsv4ctl.controlplane.tickets.space import FREE, OWNED
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import Consumer, Extent, LoadKind, SpaceSpec, TicketState
 
@@ -263,7 +263,8 @@ class LedgerMachine(RuleBasedStateMachine):
         counts = self.ledger.counts()
         by_state = {state: sum(page.state == state for page in self.pages) for state in ("free", "owned", "retiring")}
         assert {state: counts[state]["full"] for state in by_state} == by_state
-        assert sum(counts[state]["full"] for state in ("free", "owned", "retiring", "quarantined")) == PAGES
+        space = self.ledger._spaces["full"]
+        assert sorted(space.free) == [page for page, state in enumerate(space.state) if state == FREE]
         assert counts["leased"]["full"] == sum(page.writer is not None for page in self.pages)
         assert self.ledger.available("full") == by_state["free"]
         assert self.ledger.refused == self.refused
