@@ -8,7 +8,7 @@ from typing import Any, Protocol
 
 import anyio
 import msgspec
-from anyio.abc import ByteStream, Listener, TaskStatus
+from anyio.abc import ByteStream, Listener, SocketAttribute, TaskStatus
 from anyio.streams.memory import MemoryObjectReceiveStream
 
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
@@ -231,7 +231,11 @@ def _decode(body: bytes) -> ToControlPlane:
 async def _bodies(stream: ByteStream) -> AsyncGenerator[bytes | FrameError, None]:
     """The bodies of the frames on `stream`, undecoded. Raises FrameError once the stream itself is lost."""
     decoder: Decoder[msgspec.Raw] = Decoder(msgspec.Raw)
+    raw = stream.extra(SocketAttribute.raw_socket, None)
     while True:
+        if raw is not None:
+            # Where `receive` waits itself, a link that ends as bytes come makes an error in asyncio's log (anyio 4.16).
+            await anyio.wait_readable(raw)
         try:
             data = await stream.receive(_CHUNK)
         except anyio.EndOfStream:

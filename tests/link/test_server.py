@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 import stat
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
@@ -11,7 +12,7 @@ import anyio
 import anyio.lowlevel
 import msgspec
 import pytest
-from anyio.abc import SocketStream
+from anyio.abc import SocketAttribute, SocketStream
 
 from dsv4ctl.controlplane.link import server
 from dsv4ctl.controlplane.link.codec import MAX_FRAME_BYTES, Decoder, FrameError, encode
@@ -130,6 +131,18 @@ async def test_a_frame_too_long_loses_the_link_and_not_the_server(tmp_path: Path
         await stream.send((MAX_FRAME_BYTES + 1).to_bytes(4, "big"))
         await until(lambda: bool(owner.losses))
         assert "the stream is lost" in owner.losses[0]
+
+
+async def test_a_link_that_ends_as_a_frame_comes_says_nothing_else(tmp_path: Path) -> None:
+    loop, said = asyncio.get_running_loop(), []
+    loop.set_exception_handler(lambda _, context: said.append(context))
+    async with _welcomed(tmp_path) as (owner, stream):
+        await until(lambda: bool(owner.links))
+        await anyio.wait_all_tasks_blocked()
+        stream.extra(SocketAttribute.raw_socket).send(encode(Received(1)))
+        loop.call_soon(owner.links[0].close, "over")  # in the turn that finds the socket readable, before it is read
+        await until(lambda: owner.losses == ["over"])
+    assert said == []
 
 
 async def test_a_fault_of_ours_costs_one_link(tmp_path: Path) -> None:
