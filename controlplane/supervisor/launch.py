@@ -14,7 +14,7 @@ from dsv4ctl.controlplane.config.schema import Config, EngineConfig
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Rank
 from dsv4ctl.controlplane.supervisor.process import Health, start, start_tree
 from dsv4ctl.controlplane.supervisor.runner import LaunchError, Running
-from dsv4ctl.controlplane.supervisor.survival import Kept, Survivors, Wanted, digest
+from dsv4ctl.controlplane.supervisor.survival import Kept, SurvivingProcess, Survivors, Wanted, digest
 
 _PROTOCOL = "dsv4ctl.engine_adapters.protocol"
 
@@ -44,6 +44,7 @@ class AdapterLauncher:
             return adopted
         request = self._request(engine.config, ranks, next(iter(engine.ranks)))
         told: str | None = None
+        held: SurvivingProcess | None = None
         try:
             # In a thread: an adapter may ask another interpreter what is installed there.
             spec = await anyio.to_thread.run_sync(self._protocol.find(engine.config.adapter).launch, request)
@@ -52,7 +53,7 @@ class AdapterLauncher:
         if engine.config.survive:
             assert not spec.tree  # refused by its adapter's `problems`
             told = digest(self._request(engine.config))
-            process: Running = await self._registry.start(first.incarnation, spec.argv, spec.env)
+            process: Running = (held := await self._registry.start(first.incarnation, spec.argv, spec.env))
         elif spec.tree:
             process = await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
         else:
@@ -65,6 +66,8 @@ class AdapterLauncher:
                 await process.reaped()
                 await process.close()
             raise
+        if held is not None:
+            held.go()
         return process
 
     async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:

@@ -6,9 +6,11 @@ All of it is in one folder beside the admin socket, which this process alone own
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import select
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -23,6 +25,8 @@ import msgspec
 from dsv4ctl.controlplane.supervisor.lines import LineCutter
 
 _REGISTRY = "engines.json"
+#: Becomes its arguments once a line comes; without one (whoever had it to say is gone) it ends.
+_HELD = ("/bin/sh", "-c", 'read -r go && exec "$@" </dev/null', "sh")
 #: Seconds between two looks into the files that engines write.
 _LOOK = 0.1
 
@@ -84,20 +88,25 @@ class Survivors:
         return self._going_on.pop(incarnation, None)
 
     async def start(self, incarnation: str, argv: Sequence[str], env: Mapping[str, str]) -> SurvivingProcess:
-        """Starts `argv` with `env` added to our environment, as leader of its own session. Raises OSError."""
+        """Starts a process that becomes `argv` with `go`, when the registry has it: until then it ends with us.
+
+        `env` is added to our environment; it leads a session of its own. Raises OSError.
+        """
         outputs = _outputs(self.folder, incarnation)
 
         def popen() -> tuple[subprocess.Popen[bytes], int]:
+            if shutil.which(argv[0], path=env.get("PATH")) is None:
+                raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), argv[0])
             with open(outputs["stdout"], "wb") as stdout, open(outputs["stderr"], "wb") as stderr:
                 child = subprocess.Popen(
-                    argv, stdin=subprocess.DEVNULL, stdout=stdout, stderr=stderr,
+                    (*_HELD, *argv), stdin=subprocess.PIPE, stdout=stdout, stderr=stderr, bufsize=0,
                     env={**os.environ, **env}, start_new_session=True,
                 )  # fmt: skip
             try:
                 return child, os.pidfd_open(child.pid)
             except OSError:  # nobody could watch it
                 child.kill()
-                child.wait()
+                child.communicate()
                 raise
 
         try:
@@ -105,7 +114,7 @@ class Survivors:
         except OSError:
             _remove(outputs)
             raise
-        return SurvivingProcess(child.pid, fd, outputs, child)
+        return SurvivingProcess(child.pid, fd, outputs, child, argv)
 
     def note(self, engine: str, rank: int, incarnation: str, pid: int, told: str | None = None) -> None:
         """Writes a child of ours into the registry, and what is gone out of it. Raises OSError."""
@@ -129,10 +138,15 @@ class SurvivingProcess:
     """A `Running` that may be our child, or that of a control plane that is gone."""
 
     def __init__(
-        self, pid: int, fd: int, outputs: Mapping[str, Path], child: subprocess.Popen[bytes] | None = None
+        self,
+        pid: int,
+        fd: int,
+        outputs: Mapping[str, Path],
+        child: subprocess.Popen[bytes] | None = None,
+        argv: Sequence[str] = (),
     ) -> None:
         """`fd`: a descriptor of the process, ours from now on; `outputs`: its file for each stream."""
-        self.argv: tuple[str, ...] = () if child is None else tuple(map(str, child.args))  # type: ignore[arg-type]
+        self.argv = tuple(argv)
         self.pid = pid
         self.relayed = anyio.Event()
         self._fd = fd
@@ -145,6 +159,14 @@ class SurvivingProcess:
     @property
     def ended(self) -> bool:
         return self._over.is_set() or _ended(self._fd)
+
+    def go(self) -> None:
+        """The registry has it: what was held until now begins."""
+        assert self._child is not None
+        assert self._child.stdin is not None
+        with suppress(BrokenPipeError):  # it ended before, and is found to have
+            self._child.stdin.write(b"\n")
+            self._child.stdin.close()
 
     async def serving(self) -> None:
         return
@@ -187,6 +209,8 @@ class SurvivingProcess:
 
     async def close(self) -> None:
         os.close(self._fd)
+        if self._child is not None and self._child.stdin is not None:
+            self._child.stdin.close()
         _remove(self._outputs)
 
     def _more(self, path: Path) -> bytes:

@@ -314,6 +314,22 @@ async def test_whoever_survived_is_expected_before_anybody_can_connect(config: C
         tasks.cancel_scope.cancel()
 
 
+async def test_an_engine_begins_once_it_is_written_down(config: Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Before, nobody would find it again."""
+    folder = f"{config.socket}.engines"
+    os.mkdir(folder)
+    engine, order = Fleet(config.engines).engines["prefill0"], list[str]()
+    engine.ranks = {"i": Rank("prefill0", 0, "i")}
+    for owner, name in ((survival.Survivors, "note"), (survival.SurvivingProcess, "go")):
+        monkeypatch.setattr(owner, name, lambda *_, name=name: order.append(name))
+    process = await AdapterLauncher(config, f"{folder}/link.sock")(engine, list(engine.ranks.values()))
+    assert order == ["note", "go"]
+    process.kill()
+    with anyio.fail_after(PATIENCE):
+        await process.reaped()
+    await process.close()
+
+
 @pytest.mark.parametrize("name", ["prefill0", "mortal"])
 async def test_a_process_that_cannot_be_written_down_is_ended(
     config: Config, name: str, monkeypatch: pytest.MonkeyPatch

@@ -21,7 +21,7 @@ from running import PATIENCE, until
 
 pytestmark = pytest.mark.asyncio
 
-#: A control plane that starts two ranks of `e` and is gone at once.
+#: A control plane that starts two ranks of `e` and is gone at once; given a word more, before its registry has them.
 _STARTER = """
 import os, sys, anyio
 from pathlib import Path
@@ -31,7 +31,9 @@ async def main():
     for rank in (0, 1):
         argv = (sys.executable, "-c", "print('said', flush=True); import time; time.sleep(600)")
         process = await survivors.start(f"incarnation{rank}", argv, {})
-        survivors.note("e", rank, f"incarnation{rank}", process.pid, "told")
+        if len(sys.argv) == 2:
+            survivors.note("e", rank, f"incarnation{rank}", process.pid, "told")
+            process.go()
         print(process.pid, flush=True)
     os._exit(0)
 anyio.run(main)
@@ -39,14 +41,17 @@ anyio.run(main)
 WANTED = {"e": Wanted(2, "told")}
 
 
+def _left_behind(*arguments: str) -> list[int]:
+    starter = subprocess.run([sys.executable, "-c", _STARTER, *arguments], capture_output=True, text=True, timeout=60)
+    found = [int(line) for line in starter.stdout.split()]
+    assert len(found) == 2, starter.stderr
+    return found
+
+
 @pytest.fixture
 def pids(tmp_path: Path) -> Iterator[list[int]]:
     """Of the ranks left behind in `tmp_path`."""
-    starter = subprocess.run(
-        [sys.executable, "-c", _STARTER, str(tmp_path)], capture_output=True, text=True, timeout=60
-    )
-    found = [int(line) for line in starter.stdout.split()]
-    assert len(found) == 2, starter.stderr
+    found = _left_behind(str(tmp_path))
     yield found
     for pid in found:  # the registry may have forgotten them
         if _alive(pid) and b"said" in Path(f"/proc/{pid}/cmdline").read_bytes():
@@ -213,6 +218,7 @@ async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
     survivors = Survivors(tmp_path)
     argv = (sys.executable, "-c", "import sys; print('one'); print('two', file=sys.stderr); sys.exit(3)")
     process = await survivors.start("incarnation0", argv, {})
+    process.go()
     lines: list[tuple[str, str]] = []
     with anyio.fail_after(PATIENCE):
         async with anyio.create_task_group() as tasks:
@@ -223,9 +229,34 @@ async def test_a_child_s_output_and_exit_code_are_ours(tmp_path: Path) -> None:
     assert os.listdir(tmp_path) == []
 
 
+async def test_a_control_plane_gone_before_its_registry_has_an_engine_leaves_none(tmp_path: Path) -> None:
+    held = _left_behind(str(tmp_path), "too early")
+    await until(lambda: not any(map(_alive, held)))
+    assert {name: os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)} == {
+        f"incarnation{rank}.{stream}": 0 for rank in (0, 1) for stream in ("stdout", "stderr")
+    }, "it said nothing, and never began"
+
+
+async def test_a_process_that_never_began_leaves_nothing_open(tmp_path: Path) -> None:
+    before = os.listdir("/proc/self/fd")
+    process = await Survivors(tmp_path).start("incarnation0", ("sleep", "600"), {})
+    process.kill()
+    with anyio.fail_after(PATIENCE):
+        assert await process.reaped() == -signal.SIGKILL
+    await process.close()
+    assert (os.listdir("/proc/self/fd"), os.listdir(tmp_path)) == (before, [])
+
+
+async def test_a_program_that_is_not_there_is_named(tmp_path: Path) -> None:
+    with pytest.raises(FileNotFoundError, match="no-such-python"):
+        await Survivors(tmp_path).start("incarnation0", ("/no-such-python", "-c", "1"), {})
+    assert os.listdir(tmp_path) == []
+
+
 async def test_output_that_somebody_removed_ends_no_engine(tmp_path: Path) -> None:
     """As whoever cleans a temporary directory does with files that are old."""
     process = await Survivors(tmp_path).start("incarnation0", ("sleep", "600"), {})
+    process.go()
     for name in os.listdir(tmp_path):
         os.unlink(tmp_path / name)
     with anyio.fail_after(PATIENCE):
