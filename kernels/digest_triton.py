@@ -187,20 +187,31 @@ def _by_rows(spaces, rows, on_device, pages, *, at_page):
     )
 
 
+def _cut(spaces, lists, number, *, at_page):
+    """Rows for `_by_rows` of lists that begin at `number` in its `pages`: of each its space, how many pages, where
+    digests of the first buffer go, bytes from there to those of the next, and what a page's number must be below.
+    """
+    rows: list[int] = []
+    for space, count, place, step, below in lists:
+        first, buffers = spaces.firsts[space], spaces.counts[space]
+        for at in range(0, count, _AT_ONCE):
+            there = place if at_page else place + 8 * at
+            rows += (first, buffers, number + at, min(_AT_ONCE, count - at), there, step, below)
+        number += count
+    return rows
+
+
 def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
     """`buffers.digest_parts_torch`, by one copy to the device and one launch, which writes to pinned host memory."""
     numbers = [page for _, pages in parts for page in pages]
     size = sum(spaces.counts[space] * len(pages) for space, pages in parts)
     number = _ROW * sum(triton.cdiv(len(pages), _AT_ONCE) for _, pages in parts)
     memory = torch.empty(size + number + len(numbers), dtype=torch.int64, pin_memory=spaces.device.type == "cuda")
-    rows: list[int] = []
-    place = memory.data_ptr()
+    lists, place = [], memory.data_ptr()
     for space, pages in parts:
-        first, buffers, count = spaces.firsts[space], spaces.counts[space], len(pages)
-        for at in range(0, count, _AT_ONCE):
-            rows += (first, buffers, number + at, min(_AT_ONCE, count - at), place + 8 * at, 8 * count, _ANY_PAGE)
-        number += count
-        place += 8 * buffers * count
+        lists.append((space, len(pages), place, 8 * len(pages), _ANY_PAGE))
+        place += 8 * spaces.counts[space] * len(pages)
+    rows = _cut(spaces, lists, number, at_page=False)
     if rows:
         listed = memory[size:]
         listed.numpy()[:] = rows + numbers
@@ -211,19 +222,10 @@ def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
 
 def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for."""
-    rows: list[int] = []
-    number = 0
-    for space, pages, out in places:
-        first, buffers, count, step = spaces.firsts[space], spaces.counts[space], len(pages), 8 * out.stride(0)
-        for at in range(0, count, _AT_ONCE):
-            length = min(_AT_ONCE, count - at)
-            rows += (first, buffers, number + at, length, out.data_ptr(), step, out.shape[1])
-        number += count
+    lists = [(space, len(pages), out.data_ptr(), 8 * out.stride(0), out.shape[1]) for space, pages, out in places]
+    rows = _cut(spaces, lists, 0, at_page=True)
     if rows:
         pages = torch.cat([pages for _, pages, _ in places])
-        _by_rows(spaces, rows, _on_device(rows, spaces.device), pages, at_page=True)
-
-
-def _on_device(numbers, device):
-    """Pageable memory: CUDA has read or staged it when the call returns, so it may go."""
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+        # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
+        on_device = torch.tensor(rows, dtype=torch.int64).to(spaces.device, non_blocking=True)
+        _by_rows(spaces, rows, on_device, pages, at_page=True)
