@@ -298,7 +298,7 @@ def _lives(kept: Kept) -> bool:
 def _born(pid: int) -> int | None:
     """Field 22 of /proc/PID/stat (proc_pid_stat(5)); the name in field 2 may hold anything but ends with `)`."""
     try:
-        stat = Path(f"/proc/{pid}/stat").read_text()
+        stat = Path(f"/proc/{pid}/stat").read_text(errors="replace")
     except (FileNotFoundError, ProcessLookupError):
         return None
     return int(stat.rpartition(")")[2].split()[19])

@@ -16,6 +16,7 @@ import anyio
 import msgspec
 import pytest
 
+from dsv4ctl.controlplane.supervisor import survival
 from dsv4ctl.controlplane.supervisor.survival import Kept, SurvivingProcess, Survivors, Wanted, anybody_left
 from running import PATIENCE, until
 
@@ -235,6 +236,16 @@ async def test_a_control_plane_gone_before_its_registry_has_an_engine_leaves_non
     assert {name: os.stat(tmp_path / name).st_size for name in os.listdir(tmp_path)} == {
         f"incarnation{rank}.{stream}": 0 for rank in (0, 1) for stream in ("stdout", "stderr")
     }, "it said nothing, and never began"
+
+
+async def test_a_name_that_is_no_text_hides_no_process() -> None:
+    argv = (sys.executable, "-c", "import ctypes; ctypes.CDLL(None).prctl(15, b'\\xff)'); print(flush=True); input()")
+    async with await anyio.open_process(argv) as named:
+        assert named.stdout is not None
+        await named.stdout.receive()
+        assert (await anyio.Path(f"/proc/{named.pid}/comm").read_bytes()) == b"\xff)\n"
+        assert (survival._born(named.pid) or 0) > 0
+        named.kill()
 
 
 async def test_a_process_that_never_began_leaves_nothing_open(tmp_path: Path) -> None:
