@@ -1,7 +1,7 @@
 """Steps by name, each with its own deadline; what a step finds is written as it comes.
 
-Four groups: `outputs` and `early`, engines of one rank on one card each, which may run beside each other; `cost`, on a
-card of an idle machine; `ranks`, engines of several ranks on all cards. `--plan` says what is in each.
+Five groups: `outputs` and `early`, engines of one rank on one card each, which may run beside each other; `steady` and
+`cost`, on an idle machine; `ranks`, engines of several ranks on all cards. `--plan` says what is in each.
 """
 
 from __future__ import annotations

@@ -92,13 +92,8 @@ def _ran(threads: Iterable[Thread]) -> dict[Thread, float]:
     found = {}
     for one in threads:
         with suppress(OSError):  # it ended meanwhile
-            stat = (
-                Path(f"/proc/{one.process}/task/{one.number}/stat")
-                .read_text(errors="replace")
-                .rpartition(")")[2]
-                .split()
-            )
-            found[one] = (int(stat[11]) + int(stat[12])) / os.sysconf("SC_CLK_TCK")
+            fields = _fields(Path(f"/proc/{one.process}/task/{one.number}/stat"))
+            found[one] = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
     return found
 
 
@@ -117,8 +112,13 @@ def _parents() -> dict[int, int]:
     found = {}
     for status in Path("/proc").glob("[0-9]*/stat"):
         with suppress(OSError):  # it ended meanwhile
-            found[int(status.parent.name)] = int(status.read_text(errors="replace").rpartition(")")[2].split()[1])
+            found[int(status.parent.name)] = int(_fields(status)[1])
     return found
+
+
+def _fields(stat: Path) -> list[str]:
+    """Of proc_pid_stat(5), from the third on: a name may hold anything."""
+    return stat.read_text(errors="replace").rpartition(")")[2].split()
 
 
 def _schedulers(port: int, parents: dict[int, int]) -> set[int]:

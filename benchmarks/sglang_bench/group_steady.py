@@ -35,11 +35,10 @@ async def steady(bench: Bench) -> None:
 
 
 async def _start(bench: Bench, number: int) -> dict[str, Any] | None:
-    """What `cost.slices` found, and CPU time a token on decode. Who comes up first alternates,
-    and, in every other start, who begins.
+    """What `cost.slices` found, and CPU time a token on decode.
 
-    None if servers do not come up: SGLang listens at ports that were free a moment ago. Raises RuntimeError if a
-    request fails.
+    Who comes up first alternates, and in every other start who takes the first slice. None if servers do not come up:
+    SGLang listens at ports that were free a moment ago. Raises RuntimeError if a request fails.
     """
     folder = bench.machine.out / f"parts-{number}"
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut short

@@ -44,7 +44,6 @@ class AdapterLauncher:
             return adopted
         request = self._request(engine.config, ranks, next(iter(engine.ranks)))
         told: str | None = None
-        held: SurvivingProcess | None = None
         try:
             # In a thread: an adapter may ask another interpreter what is installed there.
             spec = await anyio.to_thread.run_sync(self._protocol.find(engine.config.adapter).launch, request)
@@ -53,7 +52,7 @@ class AdapterLauncher:
         if engine.config.survive:
             assert not spec.tree  # refused by its adapter's `problems`
             told = digest(self._request(engine.config))
-            process: Running = (held := await self._registry.start(first.incarnation, spec.argv, spec.env))
+            process: Running = await self._registry.start(first.incarnation, spec.argv, spec.env)
         elif spec.tree:
             process = await start_tree(spec.argv, spec.env, Health(*spec.health) if spec.health else None)
         else:
@@ -66,8 +65,8 @@ class AdapterLauncher:
                 await process.reaped()
                 await process.close()
             raise
-        if held is not None:
-            held.go()
+        if isinstance(process, SurvivingProcess):
+            process.go()
         return process
 
     async def survivors(self, refused: Callable[[Kept, str], None]) -> dict[str, list[str]]:
