@@ -1,7 +1,8 @@
 """One scheduler process under the control plane: its ledger, its agent, its link, and the rooms it takes part in.
 
-The scheduler's loop has no event loop: hooks call in here synchronously and never block. Three threads of ours run
-beside it: `agent` (greets, ticks, reports), `peers` (frames to other ranks), and the bootstrap or acknowledgement loop.
+The scheduler's loop has no event loop: hooks call in here synchronously and never block. Threads of ours run beside
+it: `agent` (greets, ticks, reports), `peers` (frames to other ranks), on a prefill rank `bootstrap` (frames from them),
+and those of the link. Each time that one of them wakes, the loop stands still for some hundred microseconds.
 """
 
 from __future__ import annotations
@@ -81,6 +82,8 @@ class Rank:
         self.integrity = load_policy("integrity", launch.integrity)()
         self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}
+        self._hear: Callable[[], None] = lambda: None
+        self._hearing = threading.Lock()
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self.rooms = Rooms(self.role, self.incarnation)
         self.agent = Agent(self.role, self.incarnation, self.gate, self.rooms, self._link.send, time.monotonic)
@@ -153,6 +156,7 @@ class Rank:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start()
         while True:
+            self.hear()  # also while the loop takes no turn
             self.agent.tick()
             self.rooms.tick()
             self.report()
@@ -192,8 +196,21 @@ class Rank:
                 counts.setdefault(space, []).append(number)
         return counts
 
+    def hears(self, hear: Callable[[], None]) -> None:
+        """`hear` takes in what has arrived from other ranks, if no thread waits for that."""
+        self._hear = hear
+
+    def hear(self) -> None:
+        """Returns at once, also if another thread is hearing."""
+        if self._hearing.acquire(blocking=False):
+            try:
+                self._hear()
+            finally:
+                self._hearing.release()
+
     def step(self) -> None:
         """Once a turn of the scheduler's loop."""
+        self.hear()
         self.copies.settle()
         wrong = self.copies.checked()
         if wrong:

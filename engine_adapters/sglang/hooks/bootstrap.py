@@ -1,4 +1,8 @@
-"""The loops that hear other ranks: they live through any frame, and their death is reported."""
+"""How ranks hear each other: what hears lives through any frame, and its death is reported.
+
+A prefill rank's frames begin work, and a thread waits for them. A decode rank's are of use to a turn of its loop only,
+and to wake a thread costs that loop the interpreter for longer than to look: it looks itself (`Rank.hear`).
+"""
 
 from __future__ import annotations
 
@@ -6,6 +10,7 @@ import logging
 from collections.abc import Callable
 from typing import Any
 
+import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
@@ -27,7 +32,7 @@ def listen(_: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     """Beside SGLang's manager of a decode rank, which does not read its socket itself."""
     if manager.disaggregation_mode == DisaggregationMode.DECODE:
         here = _bound(manager)
-        here.thread("acks", lambda: serve(manager, here, lambda parts: from_prefill(here, parts)))
+        here.hears(lambda: take_in(manager, here, lambda parts: from_prefill(here, parts)))
 
 
 def listen_beside(manager: Any) -> None:
@@ -46,19 +51,29 @@ def listen_beside(manager: Any) -> None:
                 bootstrap_room=room, status=state, prefill_rank=prefill_rank, failure_reason=reason
             )
 
-    here.thread("acks", lambda: serve(manager, here, heard))
+    here.hears(lambda: take_in(manager, here, heard))
 
 
 def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
-    """Never returns. A frame that can't be handled is logged, counted and dropped."""
+    """Never returns."""
     while True:
-        parts = manager.server_socket.recv_multipart()
-        try:
-            handle(parts)
-        except Exception as error:  # noqa: BLE001 - whatever a frame does, the next one is heard
-            here.counters["bad_frames"] += 1
-            room = parts[2][:20] if len(parts) > 2 and parts[0] == GUARD else parts[1][:20] if len(parts) > 1 else b""
-            logger.warning("a frame of room %r from another rank is refused: %r", room, error)
+        _survive(here, manager.server_socket.recv_multipart(), handle)
+
+
+def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
+    """What has arrived by now."""
+    while manager.server_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
+        _survive(here, manager.server_socket.recv_multipart(), handle)
+
+
+def _survive(here: rank.Rank, parts: list[bytes], handle: Callable[[list[bytes]], None]) -> None:
+    """A frame that can't be handled is logged, counted and dropped."""
+    try:
+        handle(parts)
+    except Exception as error:  # noqa: BLE001 - whatever a frame does, the next one is heard
+        here.counters["bad_frames"] += 1
+        room = parts[2][:20] if len(parts) > 2 and parts[0] == GUARD else parts[1][:20] if len(parts) > 1 else b""
+        logger.warning("a frame of room %r from another rank is refused: %r", room, error)
 
 
 def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:

@@ -5,21 +5,25 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
+import time
 import traceback
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
 import torch
+import zmq
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from dsv4ctl.controlplane.link.wire import Fenced, Role, RoomReport
+from dsv4ctl.controlplane.link.wire import Fenced, LoopStatus, Role, RoomReport
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomState
-from dsv4ctl.engine_adapters.sglang import peers
+from dsv4ctl.engine_adapters.sglang import peers, rank
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer
 from sglang_contract.checks import alone, check
-from sglang_contract.situations import acks, world
+from sglang_contract.situations import acks, exposed, world
 from sglang_world import PEER, Manager, Queue, World, chunk
 
 BAD_FRAMES: list[list[bytes]] = [
@@ -191,3 +195,89 @@ def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     manager = _bootstrap(made, True, [_destination(99)])
     assert not manager.transfer_infos
     assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]
+
+
+def _heard() -> Any:
+    """A socket to the decode rank of this process: what is sent there has arrived."""
+    context, manager = zmq.Context.instance(), object.__new__(conn.NixlKVManager)
+    there, here = context.socket(zmq.PULL), context.socket(zmq.PUSH)
+    there.bind("inproc://decode")
+    here.connect("inproc://decode")
+    manager.__dict__.update(
+        server_socket=there,
+        local_ip="127.0.0.1",
+        rank_port=5,
+        disaggregation_mode=DisaggregationMode.DECODE,
+        request_status={},
+        failure_records={},
+        failure_lock=threading.Lock(),
+    )
+    if hasattr(manager, "_start_decode_listener_thread"):
+        bootstrap.listen_beside(manager)
+    else:
+        bootstrap.listen(None, manager)
+    return here
+
+
+@alone
+def decode_rank_hears_in_its_turns_and_wakes_no_thread(_: bool) -> None:
+    threads = {thread.ident for thread in threading.enumerate()}
+    made = world(Role.DECODE, True)
+    key = exposed(made)
+    decode = _heard()
+    made.abort(key)
+    bad = [[b""], [b"hello"], [MARK], [MARK, b"\x80"]]
+    for frame in [*bad, [MARK, msgspec.msgpack.encode(Ack(key, PEER, Quiet.QUIET))]]:
+        decode.send_multipart(frame)
+    assert made.states(key)[-1] is RoomState.QUIESCING
+    made.rank.step()
+    assert made.states(key)[-1] is RoomState.ABORTED
+    assert made.rank.counters["bad_frames"] == len(bad)
+    new = {thread.name for thread in threading.enumerate() if thread.ident not in threads}
+    assert new == {"dsv4ctl-peers"}, new
+
+
+@alone
+def what_arrives_while_the_loop_takes_no_turn_is_heard(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    heard: list[str] = []
+    made.rank.hears(lambda: heard.append("heard"))
+    made.rank._hello = lambda url: None
+    made.rank._link = SimpleNamespace(
+        connect=lambda hello, seconds: SimpleNamespace(progress_interval=0.25),
+        start=lambda: None,
+        send=lambda frame: heard.append("reported"),
+    )
+    made.scheduler.disagg_decode_prealloc_queue = made.scheduler.disagg_decode_transfer_queue = SimpleNamespace(
+        queue=[]
+    )
+
+    def sleep(seconds: float) -> None:
+        assert seconds == 0.25
+        if len(heard) == 4:
+            raise _End
+
+    made.rank._loops["agent"] = LoopStatus(0)
+    rank.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
+    try:
+        made.rank._serve()
+    except _End:
+        pass
+    finally:
+        rank.time = time
+    assert heard == ["heard", "reported"] * 2
+
+
+@alone
+def one_thread_hears_and_no_other_waits_for_it(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    heard: list[int] = []
+
+    def hear() -> None:
+        heard.append(1)
+        threading.Thread(target=made.rank.hear).run()
+
+    made.rank.hears(hear)
+    made.rank.hear()
+    made.rank.hear()
+    assert heard == [1, 1]

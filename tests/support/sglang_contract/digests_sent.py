@@ -279,3 +279,14 @@ def commit_waits_for_the_digests(_: bool) -> None:
     room.told = told
     turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
+
+
+@alone
+def digests_that_come_a_moment_after_the_bytes_are_heard_in_the_same_turn(_: bool) -> None:
+    pair = _Pair(land_first=True)
+    room = pair.decode.rank.rooms.find(7)
+    assert room is not None
+    told, room.told = room.told, {}
+    pair.decode.rank.hears(lambda: room.told.update(told))
+    turn(pair.queue)
+    assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
