@@ -1,12 +1,14 @@
 """One scheduler process under the control plane: its ledger, its agent, its link, and the rooms it takes part in.
 
 The scheduler's loop has no event loop: hooks call in here synchronously and never block. Threads of ours run beside
-it: `agent` (greets, ticks, reports), `peers` (frames to other ranks), on a prefill rank `bootstrap` (frames from them),
-and those of the link. Each time that one of them wakes, the loop stands still for some hundred microseconds.
+it: `agent` (greets, and attends to what the loop does not come to), `peers` (frames to other ranks), on a prefill rank
+`bootstrap` (frames from them), and those of the link. Whenever one wakes, the loop stands still for some hundred
+microseconds, which is why it attends to as much as it can in its own turns.
 """
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import sys
@@ -83,7 +85,8 @@ class Rank:
         self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}
         self._hear: Callable[[], None] = lambda: None
-        self._hearing = threading.Lock()
+        self._attending = threading.Lock()
+        self._interval, self._due = 0.0, math.inf  #: of progress reports
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self.rooms = Rooms(self.role, self.incarnation)
         self.agent = Agent(self.role, self.incarnation, self.gate, self.rooms, self._link.send, time.monotonic)
@@ -151,17 +154,13 @@ class Rank:
     def _serve(self) -> None:
         url = local_url(self.scheduler.server_args.host, self.scheduler.server_args.port)
         try:
-            interval = self._link.connect(self._hello(url), _GREET_SECONDS).progress_interval
+            self._interval = self._link.connect(self._hello(url), _GREET_SECONDS).progress_interval
         except (LinkRefusedError, OSError) as error:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start()
-        while True:
-            self.hear()  # also while the loop takes no turn
-            self.agent.tick()
-            self.rooms.tick()
-            self.report()
-            self.ran("agent")
-            time.sleep(interval)
+        self._due = time.monotonic()
+        while True:  # for when the loop takes no turn
+            time.sleep(self._interval if self.attend() else 2 * self._interval)
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
@@ -200,17 +199,27 @@ class Rank:
         """`hear` takes in what has arrived from other ranks, if no thread waits for that."""
         self._hear = hear
 
-    def hear(self) -> None:
-        """Returns at once, also if another thread is hearing."""
-        if self._hearing.acquire(blocking=False):
-            try:
-                self._hear()
-            finally:
-                self._hearing.release()
+    def attend(self) -> bool:
+        """Hears other ranks, ticks and reports: that once in an interval, and then True. Waits for no other thread."""
+        if not self._attending.acquire(blocking=False):
+            return False
+        try:
+            self._hear()
+            now = time.monotonic()
+            if now < self._due:
+                return False
+            self._due = now + self._interval
+            self.agent.tick()
+            self.rooms.tick()
+            self.report()
+            self.ran("agent")
+            return True
+        finally:
+            self._attending.release()
 
     def step(self) -> None:
         """Once a turn of the scheduler's loop."""
-        self.hear()
+        self.attend()
         self.copies.settle()
         wrong = self.copies.checked()
         if wrong:

@@ -1,7 +1,7 @@
 """How ranks hear each other: what hears lives through any frame, and its death is reported.
 
 A prefill rank's frames begin work, and a thread waits for them. A decode rank's are of use to a turn of its loop only,
-and to wake a thread costs that loop the interpreter for longer than to look: it looks itself (`Rank.hear`).
+and to wake a thread costs that loop the interpreter for longer than to look: it looks itself (`Rank.attend`).
 """
 
 from __future__ import annotations

@@ -99,7 +99,7 @@ def _compute(here: rank.Rank, numbers: list[int]) -> None:
         room.found = found
     until = time.monotonic() + _STAY_SECONDS
     while not (founds[0].ready() and all(map(_told, new))) and time.monotonic() < until:
-        here.hear()
+        here.attend()
 
 
 def _told(room: Room) -> bool:

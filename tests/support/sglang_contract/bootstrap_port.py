@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import threading
-import time
 import traceback
 from types import SimpleNamespace
 from typing import Any
@@ -17,9 +16,9 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from dsv4ctl.controlplane.link.wire import Fenced, LoopStatus, Role, RoomReport
+from dsv4ctl.controlplane.link.wire import Fenced, Role, RoomReport
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomState
-from dsv4ctl.engine_adapters.sglang import peers, rank
+from dsv4ctl.engine_adapters.sglang import peers
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer
 from sglang_contract.checks import alone, check
@@ -238,46 +237,15 @@ def decode_rank_hears_in_its_turns_and_wakes_no_thread(_: bool) -> None:
 
 
 @alone
-def what_arrives_while_the_loop_takes_no_turn_is_heard(_: bool) -> None:
-    made = world(Role.DECODE, True)
-    heard: list[str] = []
-    made.rank.hears(lambda: heard.append("heard"))
-    made.rank._hello = lambda url: None
-    made.rank._link = SimpleNamespace(
-        connect=lambda hello, seconds: SimpleNamespace(progress_interval=0.25),
-        start=lambda: None,
-        send=lambda frame: heard.append("reported"),
-    )
-    made.scheduler.disagg_decode_prealloc_queue = made.scheduler.disagg_decode_transfer_queue = SimpleNamespace(
-        queue=[]
-    )
-
-    def sleep(seconds: float) -> None:
-        assert seconds == 0.25
-        if len(heard) == 4:
-            raise _End
-
-    made.rank._loops["agent"] = LoopStatus(0)
-    rank.time = SimpleNamespace(sleep=sleep, monotonic=time.monotonic)
-    try:
-        made.rank._serve()
-    except _End:
-        pass
-    finally:
-        rank.time = time
-    assert heard == ["heard", "reported"] * 2
-
-
-@alone
-def one_thread_hears_and_no_other_waits_for_it(_: bool) -> None:
+def one_thread_attends_and_no_other_waits_for_it(_: bool) -> None:
     made = world(Role.DECODE, True)
     heard: list[int] = []
 
     def hear() -> None:
         heard.append(1)
-        threading.Thread(target=made.rank.hear).run()
+        made.rank.attend()  # as another thread would
 
     made.rank.hears(hear)
-    made.rank.hear()
-    made.rank.hear()
+    made.rank.attend()
+    made.rank.attend()
     assert heard == [1, 1]

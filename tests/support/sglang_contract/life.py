@@ -9,14 +9,15 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import sglang.srt.managers.scheduler as sglang_scheduler
 from sglang.srt.disaggregation import decode, utils
 from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGenerationReqInput
 
-from dsv4ctl.controlplane.link.wire import Role
+from dsv4ctl.controlplane.link.wire import LoopStatus, Role
 from dsv4ctl.controlplane.rooms.states import Cancellable
-from dsv4ctl.engine_adapters.sglang import verify
+from dsv4ctl.engine_adapters.sglang import rank, verify
 from dsv4ctl.engine_adapters.sglang.hooks import life
 from sglang_contract.checks import alone
 from sglang_contract.situations import loading, world
@@ -60,6 +61,39 @@ def a_paused_scheduler_says_so_and_has_no_runnable_work(_: bool) -> None:
     assert reported() == (True, 0)
     stock.continue_generation(scheduler, ContinueGenerationReqInput(torch_empty_cache=False))
     assert reported() == (False, 3)
+
+
+@alone
+def loop_reports_once_in_an_interval_and_a_thread_while_it_takes_no_turn(_: bool) -> None:
+    made = World(Role.PREFILL)
+    did: list[tuple[float, str]] = []
+    now = 0.0
+
+    def sleep(seconds: float) -> None:
+        """The thread's: meanwhile the loop takes a turn each 0.1 s, until it stands still at second 1."""
+        nonlocal now
+        until = now + seconds
+        while now < until - 1e-9:
+            now = round(now + 0.05, 2)
+            if now < 1.0 and now * 10 % 1 == 0:
+                made.rank.step()
+        if now > 2.2:
+            raise SystemExit
+
+    made.rank._hello = lambda url: None
+    made.rank._link = SimpleNamespace(connect=lambda *_: SimpleNamespace(progress_interval=0.25), start=lambda: None)
+    made.rank.hears(lambda: did.append((now, "heard")))
+    made.rank.report = lambda: did.append((now, "reported"))
+    made.rank._loops["agent"] = LoopStatus(0)
+    made.rank.step()
+    with (
+        mock.patch.object(rank, "time", SimpleNamespace(sleep=sleep, monotonic=lambda: now)),
+        contextlib.suppress(SystemExit),
+    ):
+        made.rank._serve()
+    reported = [at for at, what in did if what == "reported"]
+    assert reported == [0.0, 0.25, 0.5, 0.8, 1.5, 1.75, 2.0], reported
+    assert {at for at, what in did if what == "heard"} >= {*reported, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.9}
 
 
 @alone
