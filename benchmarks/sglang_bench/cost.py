@@ -114,6 +114,7 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
     firsts = {name: spread(_firsts(replies[asked[name] :])) for name, replies in said.items()}
     return {
         "slice_seconds": _SLICE, "slices": rounds * _SLICES, "shared_processors": len(together.processors),
+        "spinning_threads": dict(zip(arms, map(len, together.arms), strict=True)),
         "processor_seconds": dict(zip(arms, (round(one, 2) for one in ran), strict=True)),
         **ratios([*speeds.values()]),
         **{

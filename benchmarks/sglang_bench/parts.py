@@ -1,8 +1,8 @@
-"""What a decode scheduler's main thread spends a token on, by part of its loop: CPU time.
+"""What a decode scheduler's main thread spends a token on, by part of its loop, in CPU time; and what it waits.
 
-So waits for a processor don't count; those for the GPU spin, and do. The plugin is `sglang_bench.parts:register` (entry
-point group `sglang.srt.plugins`); PART_LOG names its folder. What a hook costs is in the part that it is called in, and
-hooks that decode calls in a forward only look whether a load runs.
+Waits for the GPU spin, and are work. It waits for a processor, or for another thread to give it the interpreter. The
+plugin is `sglang_bench.parts:register` (entry point group `sglang.srt.plugins`); PART_LOG names its folder. What a hook
+costs is in the part that it is called in, and hooks that decode calls in a forward only look whether a load runs.
 """
 
 from __future__ import annotations
@@ -28,6 +28,8 @@ PARTS = {
     "results": _SCHEDULER + "process_batch_result",
 }
 _WRITTEN_SECONDS = 1.0
+#: One that waited longer was stopped: see `cores`.
+_STOPPED_NS = 100_000_000
 
 
 def register() -> None:
@@ -48,15 +50,22 @@ def register() -> None:
 class Spent:
     """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came.
 
-    Only turns that decoded count: in the others the thread looks for work.
+    Of turns that decoded: in the others the thread looks for work, and `idle` is all of it. `waits`: how much longer
+    turns took than they worked, but for turns in which the process was stopped.
     """
 
-    def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.thread_time_ns) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        clock_ns: Callable[[], int] = time.thread_time_ns,
+        wall_ns: Callable[[], int] = time.monotonic_ns,
+    ) -> None:
         self._folder = folder
         self._clock_ns = clock_ns
+        self._wall_ns = wall_ns
         self._counts: Counter[str] = Counter()
         self._of_turn: Counter[str] = Counter()
-        self._turn: int | None = None
+        self._turn: tuple[int, int] | None = None
         self._collection = 0
         self._written = 0.0
 
@@ -76,12 +85,18 @@ class Spent:
 
     def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
         """A turn begins."""
-        now = self._clock_ns()
-        if self._turn is not None and self._of_turn["tokens"]:
-            self._of_turn["turns"] = now - self._turn
-            self._counts.update(self._of_turn)
+        now, wall = self._clock_ns(), self._wall_ns()
+        if self._turn is not None:
+            worked, took = now - self._turn[0], wall - self._turn[1]
+            if self._of_turn["tokens"]:
+                self._of_turn["turns"] = worked
+                if took - worked < _STOPPED_NS:
+                    self._of_turn["waits"] = took - worked
+                self._counts.update(self._of_turn)
+            else:
+                self._counts["idle"] += worked
         self._of_turn.clear()
-        self._turn = now
+        self._turn = now, wall
         if (
             time.monotonic() > self._written + _WRITTEN_SECONDS
             and scheduler.server_args.disaggregation_mode == "decode"
@@ -110,7 +125,7 @@ def counted(folder: Path, port: int) -> dict[str, int]:
 def a_token(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
     """Microseconds for each token decoded between the two, by part."""
     tokens = after.get("tokens", 0) - before.get("tokens", 0)
-    names = [*PARTS, "collections", "turns"]
+    names = [*PARTS, "collections", "turns", "waits", "idle"]
     return (
         {name: round((after.get(name, 0) - before.get(name, 0)) / 1000 / tokens, 2) for name in names} if tokens else {}
     )

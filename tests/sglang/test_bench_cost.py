@@ -317,14 +317,14 @@ def test_starts_that_differ_make_the_error() -> None:
 
 
 def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
-    now = 0
+    now = waited = 0
 
     def work(nanoseconds: int) -> str:
         nonlocal now
         now += nanoseconds
         return "done"
 
-    spent = parts.Spent(tmp_path, lambda: now)
+    spent = parts.Spent(tmp_path, lambda: now, lambda: now + waited)
     scheduler = SimpleNamespace(server_args=SimpleNamespace(disaggregation_mode="decode", port=7))
     batch = SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: True), reqs=[1, 2])
     assert parts.counted(tmp_path, 7) == {}
@@ -334,6 +334,7 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
     spent.collection("start", {"generation": 2})
     work(1_000)
     spent.collection("stop", {"generation": 2})
+    waited += 1_000
     spent.turn(scheduler)  # the one before found nothing to decode
     assert spent.on("queues")(work, 4_000) == "done"
     spent.forward(scheduler, batch)
@@ -344,12 +345,16 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
         work(1_000)
     spent.forward(scheduler, SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False), reqs=[1]))
     spent._written = 0.0
+    waited += 3_000
     scheduler.server_args.disaggregation_mode = "prefill"
     spent.turn(scheduler)
     assert parts.counted(tmp_path, 7) == before
+    spent.forward(scheduler, batch)
+    waited += 200_000_000  # it was stopped
     scheduler.server_args.disaggregation_mode = "decode"
     spent.turn(scheduler)
     assert parts.a_token(before, parts.counted(tmp_path, 7)) == {
-        "requests": 0.0, "queues": 2.0, "batch": 0.0, "forward": 5.0, "results": 0.0, "collections": 0.5, "turns": 8.5,
+        "requests": 0.0, "queues": 1.0, "batch": 0.0, "forward": 2.5, "results": 0.0, "collections": 0.25,
+        "turns": 4.25, "waits": 0.75, "idle": 0.5,
     }  # fmt: skip
     assert parts.a_token(before, before) == {}
