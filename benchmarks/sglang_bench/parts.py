@@ -50,8 +50,8 @@ def register() -> None:
 class Spent:
     """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came.
 
-    Of turns that decoded: in the others the thread looks for work, and `idle` is all of it. `waits`: how much longer
-    turns took than they worked, but for turns in which the process was stopped.
+    Of turns that decoded; `idle` is all of those that did not. `waits`: how much longer turns took than they worked, of
+    those that decoded `unstopped_tokens`: in the others the process was stopped.
     """
 
     def __init__(
@@ -92,6 +92,7 @@ class Spent:
                 self._of_turn["turns"] = worked
                 if took - worked < _STOPPED_NS:
                     self._of_turn["waits"] = took - worked
+                    self._of_turn["unstopped_tokens"] = self._of_turn["tokens"]
                 self._counts.update(self._of_turn)
             else:
                 self._counts["idle"] += worked
@@ -124,8 +125,15 @@ def counted(folder: Path, port: int) -> dict[str, int]:
 
 def a_token(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
     """Microseconds for each token decoded between the two, by part."""
-    tokens = after.get("tokens", 0) - before.get("tokens", 0)
-    names = [*PARTS, "collections", "turns", "waits", "idle"]
-    return (
-        {name: round((after.get(name, 0) - before.get(name, 0)) / 1000 / tokens, 2) for name in names} if tokens else {}
-    )
+
+    def each(name: str, tokens: str = "tokens") -> float:
+        return round(_more(before, after, name) / 1000 / _more(before, after, tokens), 2)
+
+    if not _more(before, after, "unstopped_tokens"):
+        return {}
+    found = {name: each(name) for name in (*PARTS, "collections", "turns", "idle")}
+    return {**found, "waits": each("waits", "unstopped_tokens")}
+
+
+def _more(before: dict[str, int], after: dict[str, int], name: str) -> int:
+    return after.get(name, 0) - before.get(name, 0)

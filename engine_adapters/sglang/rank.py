@@ -1,9 +1,9 @@
 """One scheduler process under the control plane: its ledger, its agent, its link, and the rooms it takes part in.
 
-The scheduler's loop has no event loop: hooks call in here synchronously and never block. Threads of ours run beside
-it: `agent` (greets, and attends to what the loop does not come to), `peers` (frames to other ranks), on a prefill rank
-`bootstrap` (frames from them), and those of the link. Whenever one wakes, the loop stands still for some hundred
-microseconds, which is why it attends to as much as it can in its own turns.
+The scheduler's loop has no event loop: hooks call in here synchronously, and wait for nothing but locks that are held
+for moments. Threads of ours run beside it: `agent` (greets, and attends while the loop takes no turn), `peers` (frames
+to other ranks), on a prefill rank `bootstrap` (frames from them), and those of the link. Whenever one wakes, the loop
+stands still for some hundred microseconds: what it can do in its own turns, it does.
 """
 
 from __future__ import annotations
@@ -144,7 +144,8 @@ class Rank:
         threading.Thread(target=run, name=f"dsv4ctl-{name}", daemon=True).start()
 
     def ran(self, name: str) -> None:
-        self._loops[name] = LoopStatus(self._loops[name].runs + 1)
+        known = self._loops[name]
+        self._loops[name] = LoopStatus(known.runs + 1, known.error)
 
     # ---- life ----------------------------------------------------------------------------------------
 
@@ -159,8 +160,9 @@ class Rank:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start()
         self._due = time.monotonic()
-        while True:  # for when the loop takes no turn
-            time.sleep(self._interval if self.attend() else 2 * self._interval)
+        while True:  # for when the loop takes no turn: two intervals after its last report, then each
+            late = self._due + self._interval - time.monotonic()
+            time.sleep(self._interval if self.attend() else max(self._interval, late))
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
@@ -200,7 +202,10 @@ class Rank:
         self._hear = hear
 
     def attend(self) -> bool:
-        """Hears other ranks, ticks and reports: that once in an interval, and then True. Waits for no other thread."""
+        """Hears other ranks, ticks and reports: that once in an interval, and then True. False if another thread does.
+
+        In the turns of the loop, and on a thread of ours while it takes none. What it raises ends the engine.
+        """
         if not self._attending.acquire(blocking=False):
             return False
         try:
@@ -214,12 +219,16 @@ class Rank:
             self.report()
             self.ran("agent")
             return True
+        except Exception:
+            self.died("agent", traceback.format_exc())
+            raise
         finally:
             self._attending.release()
 
     def step(self) -> None:
-        """Once a turn of the scheduler's loop."""
-        self.attend()
+        """In a turn of the scheduler's loop, where it looks for requests. A decode rank attends later in it."""
+        if self.role is not Role.DECODE:
+            self.attend()
         self.copies.settle()
         wrong = self.copies.checked()
         if wrong:
@@ -271,9 +280,13 @@ class Rank:
         }
 
     def died(self, name: str, why: str) -> None:
+        """Tells it, once, and ends the engine."""
+        known = self._loops.get(name, LoopStatus(0))
+        if known.error:
+            return
         last = why.strip().splitlines()[-1]
         fault = f"the {name} thread died: {last}"
-        self._loops[name] = LoopStatus(self._loops.get(name, LoopStatus(0)).runs, fault)
+        self._loops[name] = LoopStatus(known.runs, fault)
         sys.stderr.write(f"dsv4ctl: {fault}\n{why}\n")  # at once: other ranks write there, too
         try:
             self.report()

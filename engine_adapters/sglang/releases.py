@@ -155,15 +155,21 @@ HOOKS: tuple[Hook, ...] = (
         _NIXL + "NixlKVManager.__init__",
         "hooks.bootstrap:listen",
         "after",
-        "a decode rank hears acks and digests of its prefill ranks",
+        "where a decode rank hears its prefill ranks",
         _BARE,
     ),
     Hook(
         _NIXL + "NixlKVManager._start_decode_listener_thread",
         "hooks.bootstrap:listen_beside",
         "replace",
-        "the listener lives through any frame, and hears our digests beside SGLang's own frames",
+        "where a decode rank hears its prefill ranks: our digests beside SGLang's own frames, and it lives through any",
         _DEFERRED,
+    ),
+    Hook(
+        _SCHEDULER + "process_decode_queue",
+        "hooks.rooms_decode:queues",
+        "around",
+        "a decode rank hears acks and digests here, in each of its turns",
     ),
     Hook(
         _NIXL + "NixlKVReceiver.__init__",

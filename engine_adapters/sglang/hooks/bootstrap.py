@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import zmq
@@ -20,6 +21,9 @@ from dsv4ctl.engine_adapters.sglang import peers, rank
 from dsv4ctl.engine_adapters.sglang.peers import Trailer
 
 logger = logging.getLogger(__name__)
+
+#: Frames that a look takes in at most: whoever sends faster must not keep the loop.
+_AT_ONCE = 32
 
 
 def start(manager: Any) -> None:
@@ -61,9 +65,10 @@ def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) 
 
 
 def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
-    """What has arrived by now."""
-    while manager.server_socket.getsockopt(zmq.EVENTS) & zmq.POLLIN:
-        _survive(here, manager.server_socket.recv_multipart(), handle)
+    """What has arrived by now, or the first of it."""
+    with suppress(zmq.Again):
+        for _ in range(_AT_ONCE):
+            _survive(here, manager.server_socket.recv_multipart(zmq.NOBLOCK), handle)
 
 
 def _survive(here: rank.Rank, parts: list[bytes], handle: Callable[[list[bytes]], None]) -> None:

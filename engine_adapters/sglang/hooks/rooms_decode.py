@@ -50,6 +50,14 @@ def socket(stock: Any, receiver_class: Any, *args: Any, **kwargs: Any) -> Any:
     return (plain if here is None else _Signed(plain, here)), lock
 
 
+def queues(stock: Any, scheduler: Any) -> Any:
+    """Once a turn, behind what all ranks agree on in it, and before it is looked at what arrived."""
+    here = rank.here()
+    if here is not None:
+        here.attend()
+    return stock(scheduler)
+
+
 def expose(
     stock: Any, receiver: Any, kv_indices: Any, slot: Any, state_indices: Any = None, *args: Any, **kwargs: Any
 ) -> Any:

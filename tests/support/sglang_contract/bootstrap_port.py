@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import itertools
 import queue
 import threading
 import traceback
@@ -16,12 +17,12 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
-from dsv4ctl.controlplane.link.wire import Fenced, Role, RoomReport
+from dsv4ctl.controlplane.link.wire import Fenced, LoopStatus, Role, RoomReport
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomState
 from dsv4ctl.engine_adapters.sglang import peers
-from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, rooms_decode, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Trailer
-from sglang_contract.checks import alone, check
+from sglang_contract.checks import alone, check, needs
 from sglang_contract.situations import acks, exposed, world
 from sglang_world import PEER, Manager, Queue, World, chunk
 
@@ -34,6 +35,7 @@ BAD_FRAMES: list[list[bytes]] = [
     [conn.GUARD, b"7", b"127.0.0.1", b"1", b"agent", b"odd", b"0", b"1", b"", b""],
     [b"WATERMARK", b"1"],
 ]
+_NUMBERS = itertools.count()
 
 
 class _End(BaseException):
@@ -196,17 +198,18 @@ def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]
 
 
-def _heard() -> Any:
-    """A socket to the decode rank of this process: what is sent there has arrived."""
+def _decode_manager(mode: DisaggregationMode = DisaggregationMode.DECODE) -> tuple[Any, Any]:
+    """What the hooks of this release make hear, and a socket to it: what is sent there has arrived."""
     context, manager = zmq.Context.instance(), object.__new__(conn.NixlKVManager)
     there, here = context.socket(zmq.PULL), context.socket(zmq.PUSH)
-    there.bind("inproc://decode")
-    here.connect("inproc://decode")
+    address = f"inproc://{next(_NUMBERS)}"
+    there.bind(address)
+    here.connect(address)
     manager.__dict__.update(
         server_socket=there,
         local_ip="127.0.0.1",
         rank_port=5,
-        disaggregation_mode=DisaggregationMode.DECODE,
+        disaggregation_mode=mode,
         request_status={},
         failure_records={},
         failure_lock=threading.Lock(),
@@ -215,7 +218,7 @@ def _heard() -> Any:
         bootstrap.listen_beside(manager)
     else:
         bootstrap.listen(None, manager)
-    return here
+    return manager, here
 
 
 @alone
@@ -223,17 +226,57 @@ def decode_rank_hears_in_its_turns_and_wakes_no_thread(_: bool) -> None:
     threads = {thread.ident for thread in threading.enumerate()}
     made = world(Role.DECODE, True)
     key = exposed(made)
-    decode = _heard()
+    _, socket = _decode_manager()
     made.abort(key)
     bad = [[b""], [b"hello"], [MARK], [MARK, b"\x80"]]
     for frame in [*bad, [MARK, msgspec.msgpack.encode(Ack(key, PEER, Quiet.QUIET))]]:
-        decode.send_multipart(frame)
-    assert made.states(key)[-1] is RoomState.QUIESCING
+        socket.send_multipart(frame)
     made.rank.step()
-    assert made.states(key)[-1] is RoomState.ABORTED
+    assert made.states(key)[-1] is RoomState.QUIESCING, "heard before all ranks agreed on the turn"
+    at_stock = rooms_decode.queues(lambda scheduler: made.states(key)[-1], made.scheduler)
+    assert at_stock is RoomState.ABORTED
     assert made.rank.counters["bad_frames"] == len(bad)
     new = {thread.name for thread in threading.enumerate() if thread.ident not in threads}
     assert new == {"dsv4ctl-peers"}, new
+
+
+@alone
+def who_sends_faster_than_a_rank_listens_does_not_keep_its_loop(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    manager, socket = _decode_manager()
+    for _ in range(100):
+        socket.send_multipart([b"hello"])
+    looks = 0
+    while manager.server_socket.poll(0):
+        made.rank.attend()
+        looks += 1
+    assert looks > 2
+    assert made.rank.counters["bad_frames"] == 100
+
+
+@needs("hooks.bootstrap:listen_beside")
+@alone
+def frames_of_sglangs_own_are_heard_beside_ours(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    manager, socket = _decode_manager()
+    told: list[Any] = []
+    manager.apply_prefill_status = lambda **status: told.append(status)
+    tag = [] if manager.kv_status_msg_tag is None else [manager.kv_status_msg_tag]
+    socket.send_multipart([*tag, b"7", str(int(KVPoll.Success)).encode(), b"1"])
+    made.rank.attend()
+    success = {"bootstrap_room": 7, "status": KVPoll.Success, "prefill_rank": 1, "failure_reason": None}
+    assert told == [success], told
+    assert not made.rank.counters["bad_frames"]
+
+
+@needs("hooks.bootstrap:listen")
+@alone
+def socket_of_a_prefill_rank_is_its_threads(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    manager, socket = _decode_manager(DisaggregationMode.PREFILL)
+    socket.send_multipart([b"hello"])
+    made.rank.attend()
+    assert manager.server_socket.poll(0)
 
 
 @alone
@@ -249,3 +292,27 @@ def one_thread_attends_and_no_other_waits_for_it(_: bool) -> None:
     made.rank.attend()
     made.rank.attend()
     assert heard == [1, 1]
+
+
+@alone
+def a_rank_that_can_not_hear_any_more_says_so_once_and_ends(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    told: list[Any] = []
+
+    def hear() -> None:
+        raise OSError("the socket is gone")
+
+    made.rank.hears(hear)
+    made.rank._loops["agent"] = LoopStatus(3)
+    made.rank.report = lambda: told.append(made.rank._loops["agent"])
+    made.rank.end = told.append
+    for attending in range(2):
+        try:
+            rooms_decode.queues(lambda scheduler: told.append("served on"), made.scheduler)
+        except OSError:
+            continue
+        raise AssertionError(f"served on, {attending}")
+    why = "the agent thread died: OSError: the socket is gone"
+    assert told == [LoopStatus(3, why), why], told
+    made.rank.ran("agent")
+    assert made.rank._loops["agent"] == LoopStatus(4, why)

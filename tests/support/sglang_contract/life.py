@@ -84,6 +84,8 @@ def loop_reports_once_in_an_interval_and_a_thread_while_it_takes_no_turn(_: bool
     made.rank._link = SimpleNamespace(connect=lambda *_: SimpleNamespace(progress_interval=0.25), start=lambda: None)
     made.rank.hears(lambda: did.append((now, "heard")))
     made.rank.report = lambda: did.append((now, "reported"))
+    made.rank.agent.tick = lambda: did.append((now, "agent"))
+    made.rank.rooms.tick = lambda: did.append((now, "rooms"))
     made.rank._loops["agent"] = LoopStatus(0)
     made.rank.step()
     with (
@@ -91,9 +93,11 @@ def loop_reports_once_in_an_interval_and_a_thread_while_it_takes_no_turn(_: bool
         contextlib.suppress(SystemExit),
     ):
         made.rank._serve()
-    reported = [at for at, what in did if what == "reported"]
-    assert reported == [0.0, 0.25, 0.5, 0.8, 1.5, 1.75, 2.0], reported
-    assert {at for at, what in did if what == "heard"} >= {*reported, 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.9}
+    times = {what: [at for at, done in did if done == what] for what in ("heard", "agent", "rooms", "reported")}
+    assert times["reported"] == [0.0, 0.25, 0.5, 0.8, 1.3, 1.55, 1.8, 2.05], times
+    assert times["agent"] == times["rooms"] == times["reported"]
+    assert {*times["heard"]} >= {*times["reported"], 0.1, 0.2, 0.3, 0.4, 0.6, 0.7, 0.9}
+    assert made.rank._loops["agent"].runs == len(times["reported"])
 
 
 @alone
