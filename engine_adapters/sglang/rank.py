@@ -160,9 +160,10 @@ class Rank:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start()
         self._due = time.monotonic()
-        while True:  # for when the loop takes no turn: two intervals after its last report, then each
+        while True:  # for when the loop takes no turn: within two intervals of its last report, then each
+            reported = self.attend()
             late = self._due + self._interval - time.monotonic()
-            time.sleep(self._interval if self.attend() else max(self._interval, late))
+            time.sleep(self._interval if reported else max(self._interval, late))
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
