@@ -1,6 +1,6 @@
 """What a decode scheduler's main thread spends a token on, by part of its loop, in CPU time; and what it waits.
 
-Waits for the GPU spin, and are work. It waits for a processor, or for another thread to give it the interpreter. The
+Waits for the GPU spin, and are work. Others are for a processor, or for the interpreter that another thread has. The
 plugin is `sglang_bench.parts:register` (entry point group `sglang.srt.plugins`); PART_LOG names its folder. What a hook
 costs is in the part that it is called in, and hooks that decode calls in a forward only look whether a load runs.
 """
