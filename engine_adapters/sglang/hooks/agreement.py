@@ -15,7 +15,9 @@ from dsv4ctl.engine_adapters.sglang import rank
 
 
 def requests(stock: Any, receiver: Any, received: list[Any] | None, *args: Any) -> list[Any]:
-    """Once a turn of the loop. `received` is None but on the rank that reads the sockets; the answer is everyone's."""
+    """In a turn of the loop that looks for requests, and SGLang may leave some out. `received` is None but on the rank
+    that reads the sockets; the answer is everyone's.
+    """
     here = rank.here()
     if here is None:
         return list(stock(receiver, received, *args))

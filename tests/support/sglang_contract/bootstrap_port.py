@@ -198,8 +198,8 @@ def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]
 
 
-def _decode_manager(mode: DisaggregationMode = DisaggregationMode.DECODE) -> tuple[Any, Any]:
-    """What the hooks of this release make hear, and a socket to it: what is sent there has arrived."""
+def _listening(mode: DisaggregationMode = DisaggregationMode.DECODE) -> tuple[Any, Any]:
+    """A manager that the hooks of this release made hear, and a socket to it: what is sent there has arrived."""
     context, manager = zmq.Context.instance(), object.__new__(conn.NixlKVManager)
     there, here = context.socket(zmq.PULL), context.socket(zmq.PUSH)
     address = f"inproc://{next(_NUMBERS)}"
@@ -226,7 +226,7 @@ def decode_rank_hears_in_its_turns_and_wakes_no_thread(_: bool) -> None:
     threads = {thread.ident for thread in threading.enumerate()}
     made = world(Role.DECODE, True)
     key = exposed(made)
-    _, socket = _decode_manager()
+    _, socket = _listening()
     made.abort(key)
     bad = [[b""], [b"hello"], [MARK], [MARK, b"\x80"]]
     for frame in [*bad, [MARK, msgspec.msgpack.encode(Ack(key, PEER, Quiet.QUIET))]]:
@@ -243,7 +243,7 @@ def decode_rank_hears_in_its_turns_and_wakes_no_thread(_: bool) -> None:
 @alone
 def who_sends_faster_than_a_rank_listens_does_not_keep_its_loop(_: bool) -> None:
     made = world(Role.DECODE, True)
-    manager, socket = _decode_manager()
+    manager, socket = _listening()
     for _ in range(100):
         socket.send_multipart([b"hello"])
     looks = 0
@@ -258,7 +258,7 @@ def who_sends_faster_than_a_rank_listens_does_not_keep_its_loop(_: bool) -> None
 @alone
 def frames_of_sglangs_own_are_heard_beside_ours(_: bool) -> None:
     made = world(Role.DECODE, True)
-    manager, socket = _decode_manager()
+    manager, socket = _listening()
     told: list[Any] = []
     manager.apply_prefill_status = lambda **status: told.append(status)
     tag = [] if manager.kv_status_msg_tag is None else [manager.kv_status_msg_tag]
@@ -273,7 +273,7 @@ def frames_of_sglangs_own_are_heard_beside_ours(_: bool) -> None:
 @alone
 def socket_of_a_prefill_rank_is_its_threads(_: bool) -> None:
     made = world(Role.PREFILL, True)
-    manager, socket = _decode_manager(DisaggregationMode.PREFILL)
+    manager, socket = _listening(DisaggregationMode.PREFILL)
     socket.send_multipart([b"hello"])
     made.rank.attend()
     assert manager.server_socket.poll(0)

@@ -22,6 +22,7 @@ from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
 from dsv4ctl.engine_adapters.sglang import digests, geometry, peers, rank
 from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK
+from dsv4ctl.engine_adapters.sglang.rooms import Room
 from sglang_contract.checks import alone, check
 from sglang_contract.situations import COUNTS, LANDING, acks, check_again, transfer_queue, turn, world
 from sglang_world import LAYERS, PEER, STATE_TYPES, Manager, Queue, World, chunk
@@ -268,12 +269,18 @@ def verdict_off_counts_and_goes_on(_: bool) -> None:
     assert pair.decode.rank.counters["digest_mismatches"] == 2 * COUNTS["full"]
 
 
-@alone
-def commit_waits_for_the_digests(_: bool) -> None:
+def _landed_untold() -> tuple[_Pair, Room, dict[str, peers.Digests]]:
+    """A pair whose bytes are in place, its room on decode, and the digests that it has not heard of."""
     pair = _Pair(land_first=True)
     room = pair.decode.rank.rooms.find(7)
     assert room is not None
     told, room.told = room.told, {}
+    return pair, room, told
+
+
+@alone
+def commit_waits_for_the_digests(_: bool) -> None:
+    pair, room, told = _landed_untold()
     turn(pair.queue)
     assert pair.decode.host.done == [], "committed before the digests came"
     room.told = told
@@ -283,10 +290,7 @@ def commit_waits_for_the_digests(_: bool) -> None:
 
 @alone
 def digests_that_come_a_moment_after_the_bytes_are_heard_in_the_same_turn(_: bool) -> None:
-    pair = _Pair(land_first=True)
-    room = pair.decode.rank.rooms.find(7)
-    assert room is not None
-    told, room.told = room.told, {}
+    pair, room, told = _landed_untold()
     pair.decode.rank.hears(lambda: room.told.update(told))
     turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done
