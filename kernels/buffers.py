@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -44,6 +44,9 @@ class SpaceBuffers:
 
 #: Of one of the spaces pages by their numbers, which it has.
 Parts = Sequence[tuple[int, Sequence[int]]]
+#: Digests of at least one part, [buffers, pages] of each one after another: int64, flat, on the host; and the event
+#: after which they are there, None if they are already.
+DigestParts = Callable[[Parts], tuple[torch.Tensor, torch.cuda.Event | None]]
 #: Of one of the spaces pages int64 [n] on their device, and where each digest has its place: int64 [buffers, pool
 #: pages], contiguous.
 Places = Sequence[tuple[int, torch.Tensor, torch.Tensor]]

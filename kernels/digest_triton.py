@@ -10,18 +10,13 @@ import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers
+from dsv4ctl.kernels.buffers import PageBuffers
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
 
 MIX = tl.constexpr(digest.MIX)
 FINISH = tl.constexpr(digest.FINISH)
-_ROW_BLOCK, _ROW_WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
-_ROW = 7
-ROW = tl.constexpr(_ROW)  # numbers: see `_by_rows`
-_ANY_PAGE = 1 << 62
-_AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
 
 
 @triton.jit
@@ -42,7 +37,7 @@ def _finished(sums, words):
 
 
 @triton.jit
-def _digest_of(address, words, odd_ptr, block: tl.constexpr):
+def digest_of(address, words, odd_ptr, block: tl.constexpr):
     """Of the page at an address."""
     source = address.to(tl.pointer_type(tl.int64))
     lane = tl.arange(0, block)
@@ -144,7 +139,7 @@ def _digest_buffers(
     for item in range(tl.program_id(0), items, tl.num_programs(0)):
         page = tl.load(pages_ptr + item % count).to(tl.int64)
         address = tl.load(pointers_ptr + item // count) + page * (words * 8)
-        tl.store(out_ptr + item, _digest_of(address, words, odd_ptr, block))
+        tl.store(out_ptr + item, digest_of(address, words, odd_ptr, block))
 
 
 def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -158,74 +153,3 @@ def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Te
         odd = digest.multipliers(words, buffers.device)
         _digest_buffers[grid](buffers.pointers, odd, pages, out, count, items, words=words, block=block, num_warps=4)
     return out
-
-
-# No size and no count is an argument: any mix of pages by the same compiled kernel.
-@triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
-def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
-    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
-    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
-        page = tl.load(pages_ptr + tl.load(row + 2) + at)
-        if (page >= 0) & (page < tl.load(row + 6)):
-            entry = table_ptr + (tl.load(row) + buffer) * 2
-            words = tl.load(entry + 1)
-            place = tl.load(row + 4) + buffer * tl.load(row + 5) + (page if at_page else at) * 8
-            digest = _digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
-            tl.store(place.to(tl.pointer_type(tl.int64)), digest)
-
-
-def _by_rows(spaces, rows, on_device, pages, *, at_page):
-    """`rows`: of up to `_AT_ONCE` pages of a list their space's first buffer and how many, where they begin in `pages`
-    and how many, where digests of the first buffer go, bytes from there to those of the next, and what a page's number
-    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number. `on_device` begins
-    with the same, int64.
-    """
-    counts = rows[3::_ROW]
-    odd = digest.multipliers(spaces.longest // 8, spaces.device)
-    _digest_rows[(max(counts), max(spaces.counts), len(counts))](
-        spaces.table, odd, on_device, pages, block=_ROW_BLOCK, at_page=at_page, num_warps=_ROW_WARPS
-    )
-
-
-def _cut(spaces, lists, number, *, at_page):
-    """Rows for `_by_rows` of lists that begin at `number` in its `pages`: of each its space, how many pages, where
-    digests of the first buffer go, bytes from there to those of the next, and what a page's number must be below.
-    """
-    rows: list[int] = []
-    for space, count, place, step, below in lists:
-        first, buffers = spaces.firsts[space], spaces.counts[space]
-        for at in range(0, count, _AT_ONCE):
-            there = place if at_page else place + 8 * at
-            rows += (first, buffers, number + at, min(_AT_ONCE, count - at), there, step, below)
-        number += count
-    return rows
-
-
-def digest_parts_triton(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
-    """`buffers.digest_parts_torch`, by one copy to the device and one launch, which writes to pinned host memory."""
-    numbers = [page for _, pages in parts for page in pages]
-    size = sum(spaces.counts[space] * len(pages) for space, pages in parts)
-    number = _ROW * sum(triton.cdiv(len(pages), _AT_ONCE) for _, pages in parts)
-    memory = torch.empty(size + number + len(numbers), dtype=torch.int64, pin_memory=spaces.device.type == "cuda")
-    lists, place = [], memory.data_ptr()
-    for space, pages in parts:
-        lists.append((space, len(pages), place, 8 * len(pages), _ANY_PAGE))
-        place += 8 * spaces.counts[space] * len(pages)
-    rows = _cut(spaces, lists, number, at_page=False)
-    if rows:
-        listed = memory[size:]
-        listed.numpy()[:] = rows + numbers
-        on_device = listed.to(spaces.device, non_blocking=True)
-        _by_rows(spaces, rows, on_device, on_device, at_page=False)
-    return memory[:size]
-
-
-def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
-    """`buffers.digest_into_torch`, in one launch that no host waits for."""
-    lists = [(space, len(pages), out.data_ptr(), 8 * out.stride(0), out.shape[1]) for space, pages, out in places]
-    rows = _cut(spaces, lists, 0, at_page=True)
-    if rows:
-        pages = torch.cat([pages for _, pages, _ in places])
-        # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
-        on_device = torch.tensor(rows, dtype=torch.int64).to(spaces.device, non_blocking=True)
-        _by_rows(spaces, rows, on_device, pages, at_page=True)

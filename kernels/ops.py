@@ -126,16 +126,16 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
     return buffers.digest_buffers_torch(page_buffers, pages)
 
 
-def digest_parts(spaces: buffers.SpaceBuffers, parts: buffers.Parts) -> torch.Tensor:
-    """Digests of at least one part, [buffers, pages] of each one after another: int64, flat, on the host.
+def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
+    """What digests parts: on a GPU on `stream`, which is not the default one. Compiles, and captures launches there.
 
-    They are there once the current stream has come so far. Keep what is returned until then: the device works in it.
+    Not to be called by two threads at once. Keep what a call returns until its event: the device works in it.
     """
-    if spaces.device.type == "cuda":
-        from dsv4ctl.kernels.digest_triton import digest_parts_triton
+    if stream is not None:
+        from dsv4ctl.kernels.digest_rows_triton import PartsTriton
 
-        return digest_parts_triton(spaces, parts)
-    return buffers.digest_parts_torch(spaces, parts)
+        return PartsTriton(spaces, stream)
+    return lambda parts: (buffers.digest_parts_torch(spaces, parts), None)
 
 
 def digest_into(spaces: buffers.SpaceBuffers, places: buffers.Places) -> None:
@@ -144,7 +144,7 @@ def digest_into(spaces: buffers.SpaceBuffers, places: buffers.Places) -> None:
     A page without one is left out.
     """
     if spaces.device.type == "cuda":
-        from dsv4ctl.kernels.digest_triton import digest_into_triton
+        from dsv4ctl.kernels.digest_rows_triton import digest_into_triton
 
         digest_into_triton(spaces, places)
     else:

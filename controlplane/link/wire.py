@@ -142,7 +142,7 @@ class Quarantined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """Sent about once in a `progress_interval`, after two at the latest, and at once when a loop dies."""
+    """Sent about once in a `progress_interval`, after three at the latest, and at once when a loop dies."""
 
     steps: int  #: forward steps since start
     work: int  #: what the rank could go on with by itself, 0 while it is paused: not requests that wait for a peer

@@ -121,6 +121,7 @@ class PageDigests:
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
         self._landing: deque[Fetched] = deque()  #: in whose memory the device is still at work, wanted or not
+        self._digest_parts = ops.digest_parts(self._buffers, self._beside)
         self._compile()
 
     def _compile(self) -> None:
@@ -129,7 +130,6 @@ class PageDigests:
         for space in self.spaces.values():
             if space.on_host.numel():  # only a load is compared with what it has to be
                 space.compute(page)
-        self.landed([dict.fromkeys(self.spaces, (0,))])
         places = [torch.zeros_like(space.sealed[:, :1]) for space in self.spaces.values()]
         ops.digest_into(self._buffers, [(number, page, place) for number, place in enumerate(places)])
 
@@ -139,9 +139,8 @@ class PageDigests:
         sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
         while self._landing and self._landing[0].ready():
             self._landing.popleft()
-        with self._beside_forward():
-            values = ops.digest_parts(self._buffers, [part for room in parts for part in room])
-            self._landing.append(found := Fetched(values, None if self._beside is None else _recorded(), ()))
+        values, there = self._digest_parts([part for room in parts for part in room])
+        self._landing.append(found := Fetched(values, there, ()))
         return found.split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:

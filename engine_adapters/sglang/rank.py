@@ -87,6 +87,7 @@ class Rank:
         self._hear: Callable[[], None] = lambda: None
         self._attending = threading.Lock()
         self._interval, self._due = 0.0, math.inf  #: of progress reports
+        self._turns = 0  #: in which the loop attended
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self.rooms = Rooms(self.role, self.incarnation)
         self.agent = Agent(self.role, self.incarnation, self.gate, self.rooms, self._link.send, time.monotonic)
@@ -160,10 +161,11 @@ class Rank:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start()
         self._due = time.monotonic()
-        while True:  # for when the loop takes no turn: within two intervals of its last report, then each
-            reported = self.attend()
-            late = self._due + self._interval - time.monotonic()
-            time.sleep(self._interval if reported else max(self._interval, late))
+        while True:
+            turns = self._turns
+            time.sleep(self._interval)
+            if self._turns == turns:  # and not because it is late: a process that was stopped goes on with its loop
+                self._attend()
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
@@ -202,24 +204,27 @@ class Rank:
         """`hear` takes in what has arrived from other ranks, if no thread waits for that."""
         self._hear = hear
 
-    def attend(self) -> bool:
-        """Hears other ranks, ticks and reports: that once in an interval, and then True. False if another thread does.
+    def attend(self) -> None:
+        """In the turns of the loop: hears other ranks; once in an interval ticks and reports.
 
-        In the turns of the loop, and on a thread of ours while it takes none. What it raises ends the engine.
+        A thread of ours does it while the loop takes no turn. What it raises ends the engine.
         """
+        self._turns += 1
+        self._attend()
+
+    def _attend(self) -> None:
         if not self._attending.acquire(blocking=False):
-            return False
+            return  # the other one does it
         try:
             self._hear()
             now = time.monotonic()
             if now < self._due:
-                return False
+                return
             self._due = now + self._interval
             self.agent.tick()
             self.rooms.tick()
             self.report()
             self.ran("agent")
-            return True
         except Exception:
             self.died("agent", traceback.format_exc())
             raise

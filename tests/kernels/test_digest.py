@@ -7,15 +7,11 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4ctl.kernels import digest_triton, ops
+from dsv4ctl.kernels import digest_rows_triton, ops
 from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_triton import (
-    digest_buffers_triton,
-    digest_into_triton,
-    digest_pages_triton,
-    digest_parts_triton,
-)
+from dsv4ctl.kernels.digest_rows_triton import PartsTriton, digest_into_triton
+from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
 PAGES = torch.tensor([3, 1, 1], dtype=torch.int32)
@@ -79,16 +75,17 @@ def test_pages_of_any_sizes_in_one_launch(spaces: SpaceBuffers, data: st.DataObj
     one = st.tuples(st.integers(0, len(spaces.pools) - 1), st.lists(st.integers(0, 3), max_size=3))
     parts = data.draw(st.lists(one, min_size=1, max_size=5))
     expected = by_numpy(spaces, parts)
-    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == expected
+    assert PartsTriton(spaces, None)(parts)[0].numpy().view(np.uint64).tolist() == expected
     assert digest_parts_torch(spaces, parts).numpy().view(np.uint64).tolist() == expected
 
 
 def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
     spaces = SpaceBuffers([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
     parts = [(0, [2]), (1, [3, 0]), (0, [])]
-    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
-    assert ops.digest_parts(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
-    assert ops.digest_parts(spaces, parts[2:]).shape == digest_parts_triton(spaces, parts[2:]).shape == (0,)
+    assert PartsTriton(spaces, None)(parts)[0].numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    assert ops.digest_parts(spaces, None)(parts)[0].numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    for digest_parts in (PartsTriton(spaces, None), ops.digest_parts(spaces, None)):
+        assert digest_parts(parts[2:])[0].shape == (0,)
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -124,9 +121,10 @@ def test_a_page_that_has_no_place_is_neither_read_nor_written() -> None:
         assert memory.tolist() == expected.tolist()
 
 
-def test_a_long_list_beside_short_ones_starts_few_programs_in_vain(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lists_of_many_pages_take_as_few_launches_as_they_fit_in(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 2, 1)], [pool(2, 1, 2)]])
     parts = [(0, [at % 4 for at in range(70)]), (1, [3]), (1, list(range(4)) * 8)]
+    digest_parts = PartsTriton(spaces, None)
     started: list[int] = []
 
     class Kernel:
@@ -134,10 +132,43 @@ def test_a_long_list_beside_short_ones_starts_few_programs_in_vain(monkeypatch: 
             started.append(math.prod(grid))
             return kernel[grid]
 
-    kernel = digest_triton._digest_rows
-    monkeypatch.setattr(digest_triton, "_digest_rows", Kernel())
-    assert digest_parts_triton(spaces, parts).numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
-    assert started == [16 * 2 * (5 + 1 + 2)]
+    kernel = digest_rows_triton._digest_rows
+    monkeypatch.setattr(digest_rows_triton, "_digest_rows", Kernel())
+    assert digest_parts(parts)[0].numpy().view(np.uint64).tolist() == by_numpy(spaces, parts)
+    assert started == [16 * 2 * 4] * 2
+
+
+def test_what_a_launch_reads_stays_until_it_was_read() -> None:
+    """A device that runs a launch when it is waited for, and not before."""
+    spaces = SpaceBuffers([[pool(1, 1, 1)]])
+    digest_parts = PartsTriton(spaces, None)
+    launches = list(digest_parts._launches)
+
+    class Event:
+        """Of one launch; `late` is what it has not begun."""
+
+        def __init__(self, launch: Any) -> None:
+            self.begin, self.late = launch._begin_again, []
+            launch._begin_again = lambda: self.late.append(self.begin)
+
+        def query(self) -> bool:
+            return not self.late
+
+        def synchronize(self) -> None:
+            while self.late:
+                self.late.pop()()
+
+        def record(self) -> None:
+            pass
+
+    for launch in launches:
+        launch.there = Event(launch)
+    parts = [[(0, [at % 4] * 65)] for at in range(len(launches))]  # two launches each
+    found = [digest_parts(part) for part in parts]
+    for launch in launches:
+        launch.there.synchronize()
+    assert [one.numpy().view(np.uint64).tolist() for one, _ in found] == [by_numpy(spaces, part) for part in parts]
+    assert found[-1][1] is digest_parts._launches[-1].there
 
 
 def test_each_page_of_a_long_list_goes_to_its_place() -> None:

@@ -1,0 +1,157 @@
+# mypy: allow-untyped-defs, allow-incomplete-defs
+"""Page digests in Triton of many short lists at once: each a row, or several, of one launch."""
+
+from __future__ import annotations
+
+from collections import deque
+from contextlib import contextmanager
+
+import torch
+import triton
+import triton.language as tl
+
+from dsv4ctl.kernels import digest
+from dsv4ctl.kernels.buffers import Places, SpaceBuffers
+from dsv4ctl.kernels.digest_triton import digest_of
+
+_BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
+_ROW = 7
+ROW = tl.constexpr(_ROW)  # numbers: see `_digest_rows`
+_ANY_PAGE = 1 << 62
+_AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
+_ROWS = 4  # of a captured launch: a room's pages have one in each of three spaces, and up to 32 of a space two
+_LAUNCHES = 8  # that may be under way at once
+
+
+# No size and no count is an argument: any mix of pages by the same compiled kernel.
+@triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
+def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
+    """A row: of up to `_AT_ONCE` pages of a list their space's first buffer and how many, where they begin in `pages`
+    and how many, where digests of the first buffer go, bytes from there to those of the next, and what a page's number
+    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number.
+    """
+    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
+    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
+        page = tl.load(pages_ptr + tl.load(row + 2) + at)
+        if (page >= 0) & (page < tl.load(row + 6)):
+            entry = table_ptr + (tl.load(row) + buffer) * 2
+            words = tl.load(entry + 1)
+            place = tl.load(row + 4) + buffer * tl.load(row + 5) + (page if at_page else at) * 8
+            digest = digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
+            tl.store(place.to(tl.pointer_type(tl.int64)), digest)
+
+
+def _by_rows(spaces, number, most, rows, pages, *, at_page):
+    """`number` rows, int64 on the device, of which none has more than `most` pages."""
+    odd = digest.multipliers(spaces.longest // 8, spaces.device)
+    _digest_rows[(most, max(spaces.counts), number)](
+        spaces.table, odd, rows, pages, block=_BLOCK, at_page=at_page, num_warps=_WARPS
+    )
+
+
+class _Launch:
+    """Up to `_ROWS` rows and their pages, and what digests them: captured, it takes a host a third of the time.
+
+    `there`: until then the device reads what lies here.
+    """
+
+    def __init__(self, spaces):
+        gpu = spaces.device.type == "cuda"
+        self._spaces = spaces
+        self._listed = torch.zeros(_ROWS * (_ROW + _AT_ONCE), dtype=torch.int64, pin_memory=gpu)
+        self._array = self._listed.numpy()
+        self._on_device = torch.zeros_like(self._listed, device=spaces.device)
+        self.there = torch.cuda.Event() if gpu else None
+        self._begin()  # compiles
+        self._begin_again = self._captured() if gpu else self._begin
+
+    def _begin(self):
+        self._on_device.copy_(self._listed, non_blocking=True)
+        _by_rows(self._spaces, _ROWS, _AT_ONCE, self._on_device, self._on_device, at_page=False)
+
+    def _captured(self):
+        graph = torch.cuda.CUDAGraph()
+        graph.capture_begin(capture_error_mode="thread_local")  # other threads of the process go on
+        self._begin()
+        graph.capture_end()
+        return graph.replay
+
+    def __call__(self, rows, pages):
+        """`pages`: of each row a list."""
+        if self.there is not None and not self.there.query():
+            self.there.synchronize()
+        listed = [number for row in rows for number in row]
+        listed += [0] * (_ROWS * _ROW - len(listed))  # rows without a page
+        for each in pages:
+            listed += [*each, *[0] * (_AT_ONCE - len(each))]
+        self._array[: len(listed)] = listed
+        self._begin_again()
+        if self.there is not None:
+            self.there.record()
+
+
+class PartsTriton:
+    """`buffers.digest_parts_torch`, on `stream` (on a CPU None), into pinned host memory.
+
+    A call takes the host little: launches are captured, so few lists of up to `_AT_ONCE` pages go into one.
+    """
+
+    def __init__(self, spaces, stream):
+        self._spaces = spaces
+        self._stream = stream
+        if stream is not None:
+            torch.cuda.synchronize(spaces.device)
+        with self._on_stream():
+            self._launches = deque(_Launch(spaces) for _ in range(_LAUNCHES))
+
+    def __call__(self, parts):
+        """Digests of at least one part, and the event after which they are there, None if they are already."""
+        size = sum(self._spaces.counts[space] * len(pages) for space, pages in parts)
+        memory = torch.empty(size, dtype=torch.int64, pin_memory=self._stream is not None)
+        rows: list[tuple[int, ...]] = []
+        lists = []
+        place = memory.data_ptr()
+        for space, pages in parts:
+            first, buffers = self._spaces.firsts[space], self._spaces.counts[space]
+            for at in range(0, len(pages), _AT_ONCE):
+                lists.append(pages[at : at + _AT_ONCE])
+                begin = _ROWS * _ROW + (len(rows) % _ROWS) * _AT_ONCE
+                rows.append((first, buffers, begin, len(lists[-1]), place + 8 * at, 8 * len(pages), _ANY_PAGE))
+            place += 8 * buffers * len(pages)
+        there = None
+        with self._on_stream():
+            for at in range(0, len(rows), _ROWS):
+                self._launches.rotate(-1)
+                self._launches[-1](rows[at : at + _ROWS], lists[at : at + _ROWS])
+                there = self._launches[-1].there
+        return memory, there
+
+    @contextmanager
+    def _on_stream(self):
+        """What `torch.cuda.stream` does, in less time."""
+        if self._stream is None:
+            yield
+            return
+        before = torch.cuda.current_stream(self._spaces.device)
+        torch.cuda.set_stream(self._stream)
+        try:
+            yield
+        finally:
+            torch.cuda.set_stream(before)
+
+
+def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
+    """`buffers.digest_into_torch`, in one launch that no host waits for."""
+    rows: list[int] = []
+    number = 0
+    for space, listed, out in places:
+        first, buffers, count = spaces.firsts[space], spaces.counts[space], len(listed)
+        for at in range(0, count, _AT_ONCE):
+            each = min(_AT_ONCE, count - at)
+            rows += (first, buffers, number + at, each, out.data_ptr(), 8 * out.stride(0), out.shape[1])
+        number += count
+    if rows:
+        pages = torch.cat([pages for _, pages, _ in places])
+        # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
+        on_device = torch.tensor(rows, dtype=torch.int64).to(spaces.device, non_blocking=True)
+        _by_rows(spaces, len(rows) // _ROW, max(rows[3::_ROW]), on_device, pages, at_page=True)
