@@ -50,8 +50,8 @@ def register() -> None:
 class Spent:
     """`tokens`, and nanoseconds by part; `turns`: of all, `collections`: whole ones of the heap, wherever they came.
 
-    Of turns that decoded; `idle` is all of those that did not. `waits`: how much longer turns took than they worked, of
-    those that decoded `unstopped_tokens`: in the others the process was stopped.
+    Of turns that decoded, and how many they are. `waits`: how much longer turns took than they worked, of those that
+    decoded `unstopped_tokens`: in the others the process was stopped.
     """
 
     def __init__(
@@ -89,13 +89,12 @@ class Spent:
         if self._turn is not None:
             worked, took = now - self._turn[0], wall - self._turn[1]
             if self._of_turn["tokens"]:
+                self._of_turn["decoding_turns"] = 1
                 self._of_turn["turns"] = worked
                 if took - worked < _STOPPED_NS:
                     self._of_turn["waits"] = took - worked
                     self._of_turn["unstopped_tokens"] = self._of_turn["tokens"]
                 self._counts.update(self._of_turn)
-            else:
-                self._counts["idle"] += worked
         self._of_turn.clear()
         self._turn = now, wall
         if (
@@ -124,15 +123,16 @@ def counted(folder: Path, port: int) -> dict[str, int]:
 
 
 def a_token(before: dict[str, int], after: dict[str, int]) -> dict[str, float]:
-    """Microseconds for each token decoded between the two, by part."""
+    """Microseconds for each token decoded between the two, by part; and how many a turn decoded."""
 
     def each(name: str, tokens: str = "tokens") -> float:
         return round(_more(before, after, name) / 1000 / _more(before, after, tokens), 2)
 
     if not _more(before, after, "unstopped_tokens"):
         return {}
-    found = {name: each(name) for name in (*PARTS, "collections", "turns", "idle")}
-    return {**found, "waits": each("waits", "unstopped_tokens")}
+    found = {name: each(name) for name in (*PARTS, "collections", "turns")}
+    a_turn = _more(before, after, "tokens") / _more(before, after, "decoding_turns")
+    return {**found, "waits": each("waits", "unstopped_tokens"), "tokens_a_turn": round(a_turn, 3)}
 
 
 def _more(before: dict[str, int], after: dict[str, int], name: str) -> int:

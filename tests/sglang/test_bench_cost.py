@@ -355,6 +355,6 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
     spent.turn(scheduler)
     assert parts.a_token(before, parts.counted(tmp_path, 7)) == {
         "requests": 0.0, "queues": 1.0, "batch": 0.0, "forward": 2.5, "results": 0.0, "collections": 0.25,
-        "turns": 4.25, "idle": 0.5, "waits": 1.5,
+        "turns": 4.25, "waits": 1.5, "tokens_a_turn": 2.0,
     }  # fmt: skip
     assert parts.a_token(before, before) == {}
