@@ -155,20 +155,35 @@ def test_what_a_launch_reads_stays_until_it_was_read() -> None:
             return not self.late
 
         def synchronize(self) -> None:
+            waited.append(self)
             while self.late:
                 self.late.pop()()
 
         def record(self) -> None:
             pass
 
+    waited: list[Event] = []
     for launch in launches:
         launch.there = Event(launch)
     parts = [[(0, [at % 4] * 65)] for at in range(len(launches))]  # two launches each
-    found = [digest_parts(part) for part in parts]
+    found = [digest_parts(part) for part in parts[: len(launches) // 2]]
+    assert not waited
+    found += [digest_parts(part) for part in parts[len(launches) // 2 :]]
+    assert waited == [launch.there for launch in launches]
     for launch in launches:
         launch.there.synchronize()
     assert [one.numpy().view(np.uint64).tolist() for one, _ in found] == [by_numpy(spaces, part) for part in parts]
     assert found[-1][1] is digest_parts._launches[-1].there
+
+
+def test_a_launch_of_few_lists_repeats_none_of_those_before() -> None:
+    spaces = SpaceBuffers([[pool(1, 1, 1)]])
+    digest_parts = PartsTriton(spaces, None)
+    before, _ = digest_parts([(0, [1])] * 4)
+    before.zero_()
+    for _ in digest_parts._launches:
+        digest_parts([(0, [2])])
+    assert before.tolist() == [0] * 4
 
 
 def test_each_page_of_a_long_list_goes_to_its_place() -> None:
