@@ -181,7 +181,7 @@ def test_a_launch_of_few_lists_repeats_none_of_those_before() -> None:
     digest_parts = PartsTriton(spaces, None)
     before, _ = digest_parts([(0, [1])] * 4)
     before.zero_()
-    for _ in digest_parts._launches:
+    for _ in range(len(digest_parts._launches)):
         digest_parts([(0, [2])])
     assert before.tolist() == [0] * 4
 
