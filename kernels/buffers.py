@@ -39,7 +39,8 @@ class SpaceBuffers:
         self.counts = [len(space) for space in rows]
         #: Of each space its first row in the table.
         self.firsts = [sum(self.counts[:number]) for number in range(len(rows))]
-        self.longest = max(buffers.page_bytes for space in pools for buffers in space)
+        #: Of the longest page, and kept: a captured launch reads where they lie.
+        self.multipliers = digest.multipliers(max(words for space in rows for _, words in space), self.device)
 
 
 #: Of one of the spaces pages by their numbers, which it has.

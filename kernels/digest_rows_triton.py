@@ -9,7 +9,6 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels import digest
 from dsv4ctl.kernels.buffers import Places, SpaceBuffers
 from dsv4ctl.kernels.digest_triton import digest_of
 
@@ -42,9 +41,8 @@ def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, a
 
 def _by_rows(spaces, number, most, rows, pages, *, at_page):
     """`number` rows, int64 on the device, of which none has more than `most` pages."""
-    odd = digest.multipliers(spaces.longest // 8, spaces.device)
     _digest_rows[(most, max(spaces.counts), number)](
-        spaces.table, odd, rows, pages, block=_BLOCK, at_page=at_page, num_warps=_WARPS
+        spaces.table, spaces.multipliers, rows, pages, block=_BLOCK, at_page=at_page, num_warps=_WARPS
     )
 
 
