@@ -4,6 +4,7 @@
 from __future__ import annotations
 
 from collections import deque
+from typing import NamedTuple
 
 import torch
 import triton
@@ -13,8 +14,22 @@ from dsv4ctl.kernels.buffers import Places, SpaceBuffers
 from dsv4ctl.kernels.digest_triton import digest_of
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
-_ROW = 7
-ROW = tl.constexpr(_ROW)  # numbers: see `_digest_rows`
+
+
+class _Row(NamedTuple):
+    """Up to `_AT_ONCE` pages of a list. A digest's place is that of its page in the row, or (`at_page`) its number."""
+
+    first: int  #: buffer of the pages' space
+    buffers: int  #: of the space
+    begin: int  #: where the row's pages begin in the list
+    pages: int  #: how many
+    place: int  #: where digests of the first buffer go
+    step: int  #: bytes from there to those of the next buffer
+    below: int  #: what a page's number must be
+
+
+_ROW = len(_Row._fields)
+ROW = tl.constexpr(_ROW)
 _ANY_PAGE = 1 << 62
 _AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
 _ROWS = 4  # of a captured launch: a room's pages have one in each of three spaces, and up to 32 of a space two
@@ -24,10 +39,6 @@ _LAUNCHES = 8  # that may be under way at once
 # No size and no count is an argument: any mix of pages by the same compiled kernel.
 @triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
 def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
-    """A row: of up to `_AT_ONCE` pages of a list their space's first buffer and how many, where they begin in `pages`
-    and how many, where digests of the first buffer go, bytes from there to those of the next, and what a page's number
-    must be below. A digest's place there is that of its page in the row, or (`at_page`) its number.
-    """
     at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
     if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
         page = tl.load(pages_ptr + tl.load(row + 2) + at)
@@ -47,7 +58,7 @@ def _by_rows(spaces, number, most, rows, pages, *, at_page):
 
 
 class _Launch:
-    """Up to `_ROWS` rows and their pages, and what digests them: captured, it takes a host a third of the time.
+    """Up to `_ROWS` rows and their pages, and what digests them: captured, one room takes a host half the time.
 
     `there`: until then the device reads what lies here.
     """
@@ -61,6 +72,7 @@ class _Launch:
         self.there = torch.cuda.Event() if gpu else None
         self._begin()  # compiles
         self._begin_again = self._captured() if gpu else self._begin
+        self([], [])  # the first time takes longer
 
     def _begin(self):
         self._on_device.copy_(self._listed, non_blocking=True)
@@ -90,7 +102,8 @@ class _Launch:
 class PartsTriton:
     """`buffers.digest_parts_torch`, on `stream` (on a CPU None), into pinned host memory.
 
-    A call takes the host little: launches are captured, so few lists of up to `_AT_ONCE` pages go into one.
+    One room takes the host little: launches are captured, so few lists of up to `_AT_ONCE` pages go into one. Many take
+    several, and beyond `_LAUNCHES` a call waits for the device.
     """
 
     def __init__(self, spaces, stream):
@@ -105,15 +118,14 @@ class PartsTriton:
         """Digests of at least one part, and the event after which they are there, None if they are already."""
         size = sum(self._spaces.counts[space] * len(pages) for space, pages in parts)
         memory = torch.empty(size, dtype=torch.int64, pin_memory=self._stream is not None)
-        rows: list[tuple[int, ...]] = []
-        lists = []
+        rows, lists = list[_Row](), []
         place = memory.data_ptr()
         for space, pages in parts:
             first, buffers = self._spaces.firsts[space], self._spaces.counts[space]
             for at in range(0, len(pages), _AT_ONCE):
                 lists.append(pages[at : at + _AT_ONCE])
                 begin = _ROWS * _ROW + (len(rows) % _ROWS) * _AT_ONCE
-                rows.append((first, buffers, begin, len(lists[-1]), place + 8 * at, 8 * len(pages), _ANY_PAGE))
+                rows.append(_Row(first, buffers, begin, len(lists[-1]), place + 8 * at, 8 * len(pages), _ANY_PAGE))
             place += 8 * buffers * len(pages)
         there = None
         with torch.cuda.stream(self._stream):
@@ -126,16 +138,15 @@ class PartsTriton:
 
 def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for."""
-    rows: list[int] = []
-    number = 0
+    rows, number = list[_Row](), 0
     for space, listed, out in places:
         first, buffers, count = spaces.firsts[space], spaces.counts[space], len(listed)
         for at in range(0, count, _AT_ONCE):
             each = min(_AT_ONCE, count - at)
-            rows += (first, buffers, number + at, each, out.data_ptr(), 8 * out.stride(0), out.shape[1])
+            rows.append(_Row(first, buffers, number + at, each, out.data_ptr(), 8 * out.stride(0), out.shape[1]))
         number += count
     if rows:
         pages = torch.cat([pages for _, pages, _ in places])
         # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
         on_device = torch.tensor(rows, dtype=torch.int64).to(spaces.device, non_blocking=True)
-        _by_rows(spaces, len(rows) // _ROW, max(rows[3::_ROW]), on_device, pages, at_page=True)
+        _by_rows(spaces, len(rows), max(row.pages for row in rows), on_device, pages, at_page=True)

@@ -127,11 +127,11 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
 
 
 def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
-    """What digests parts: on a GPU on `stream`, which is not the default one. Compiles, and captures launches there.
+    """What digests parts: on a GPU on `stream`, not the default one. Compiles, and captures launches there.
 
     Not to be called by two threads at once. Keep what a call returns until its event: the device works in it.
     """
-    if stream is not None:
+    if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_rows_triton import PartsTriton
 
         return PartsTriton(spaces, stream)

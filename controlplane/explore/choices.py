@@ -24,17 +24,11 @@ class Choices:
         """Each with whether it must happen if it stays possible."""
         plane = self._nodes.view(nodes[0])
         yield from self._of_the_plane(plane, env)
-        for at, frames in enumerate(channels):
-            if frames:
-                yield ("deliver", at), True
-                yield from self._channel_faults(at, frames, env)
-        for (kind, one, other), at in self._layout.line.items() if env.breaks else ():
-            if kind == "peer" and one < other and (channels[at] or channels[self._layout.line["peer", other, one]]):
-                yield ("break", at), False
+        yield from self._of_the_lines(channels, env)
         for flight in flights:
             yield from self._of_a_flight(flight, nodes, env)
         for side in SIDES:
-            yield from self._of_an_engine(side, nodes, plane, env)
+            yield from self._of_an_engine(side, nodes, channels, env)
         for rank in self._layout.ranks:
             if nodes[rank] >= 0:
                 for move in self._nodes.moves(nodes[rank]):
@@ -54,6 +48,16 @@ class Choices:
             for name in plane.unreceived:
                 yield ("resend", name), True
 
+    def _of_the_lines(self, channels: tuple[Any, ...], env: Env) -> Iterator[tuple[Event, bool]]:
+        for at, frames in enumerate(channels):
+            if frames:
+                if self._may_arrive(at, channels):
+                    yield ("deliver", at), True
+                yield from self._channel_faults(at, frames, env)
+        for (kind, one, other), at in self._layout.line.items() if env.breaks else ():
+            if kind == "peer" and one < other and (channels[at] or channels[self._layout.line["peer", other, one]]):
+                yield ("break", at), False
+
     def _channel_faults(self, at: int, frames: tuple[Any, ...], env: Env) -> Iterator[tuple[Event, bool]]:
         kind = self._layout.lines[at][0]
         if (kind in ("up", "down") and env.link_faults) or (kind == "peer" and env.peer_faults):
@@ -72,8 +76,25 @@ class Choices:
             if flight.state == "posted" and env.poisons:
                 yield ("fail", flight), False
 
-    def _of_an_engine(self, side: str, nodes: tuple[int, ...], plane: Any, env: Env) -> Iterator[tuple[Event, bool]]:
+    def _may_arrive(self, at: int, channels: tuple[Any, ...]) -> bool:
+        """A peer's frame is heard behind the openings that were sent before."""
+        kind, _, to = self._layout.lines[at]
+        return kind != "peer" or not self._unopened(to, channels)
+
+    def _may_be_asked(self, side: str, key: RoomKey, channels: tuple[Any, ...]) -> bool:
+        """The request arrives behind the opening of its room on every rank."""
+        return not any(key in self._unopened(rank, channels) for rank in self._layout.of_side[side])
+
+    def _unopened(self, rank: int, channels: tuple[Any, ...]) -> list[RoomKey]:
+        """Rooms whose openings wait in line for a rank that takes them in before anything that was sent later."""
+        waiting = channels[self._layout.line["down", 0, rank]] if self._plan.in_order else ()
+        return [frame[1] for frame in waiting if frame[0] == "open"]
+
+    def _of_an_engine(
+        self, side: str, nodes: tuple[int, ...], channels: tuple[Any, ...], env: Env
+    ) -> Iterator[tuple[Event, bool]]:
         at = SIDES.index(side)
+        plane = self._nodes.view(nodes[0])
         ranks = self._layout.of_side[side]
         if env.ending[at]:
             yield ("reap", side), True
@@ -86,13 +107,13 @@ class Choices:
                 if nodes[rank] >= 0:
                     yield ("crash", rank), False
         if all(nodes[rank] >= 0 for rank in ranks):
-            yield from self._of_its_ranks(side, [self._nodes.view(nodes[rank]) for rank in ranks], plane, env)
+            for key in sorted(plane.rooms) if self._plan.in_order else plane.submitted:
+                if (side, key) not in env.submitted and self._may_be_asked(side, key, channels):
+                    yield ("submit", side, key), True
+            yield from self._of_its_ranks(side, [self._nodes.view(nodes[rank]) for rank in ranks])
 
-    def _of_its_ranks(self, side: str, views: list[RankView], plane: Any, env: Env) -> Iterator[tuple[Event, bool]]:
+    def _of_its_ranks(self, side: str, views: list[RankView]) -> Iterator[tuple[Event, bool]]:
         """What they do together: one that does not come to the round stops all of them."""
-        for key in plane.submitted:
-            if (side, key) not in env.submitted:
-                yield ("submit", side, key), True
         if views[0].facts:
             yield ("round", side), True
         if views[0].admits and max(view.budget for view in views) >= self._plan.setup.wants:

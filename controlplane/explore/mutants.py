@@ -10,6 +10,7 @@ from unittest.mock import patch
 from dsv4ctl.controlplane.aborts.inbox import AbortInbox
 from dsv4ctl.controlplane.aborts.log import AbortLog
 from dsv4ctl.controlplane.explore.cache import CacheNode
+from dsv4ctl.controlplane.explore.choices import Choices
 from dsv4ctl.controlplane.explore.decode import DecodeRank
 from dsv4ctl.controlplane.explore.prefill import PrefillRank
 from dsv4ctl.controlplane.explore.rank import Rank, Sequence
@@ -293,6 +294,8 @@ MUTANTS: tuple[Mutant, ...] = (
         "a page of two ranks reused",
         ((Transfer, "agreed_budget", lambda world, free: free),),
     ),
+    Mutant("a peer's frame overtakes an opening", "openings in order", ((Choices, "_may_arrive", lambda *_: True),)),
+    Mutant("a request overtakes its opening", "openings in order", ((Choices, "_may_be_asked", lambda *_: True),)),
     Mutant("an aborted room leaves its ticket behind", "crash", (_before(Rank, "_release", _lose_tickets),)),
     Mutant("a turn that is not taken at once lapses", "crash", (_instead(Rank, "on_round", _lapse),)),
     Mutant(

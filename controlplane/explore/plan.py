@@ -27,6 +27,7 @@ class Plan(NamedTuple):
     link: str = (
         "instant"  #: but for frames that a fault strikes; "down": frames to ranks wait in line; "both": reports too
     )
+    in_order: bool = False  #: ranks take in openings before what was sent later; requests follow at once
     aborts: int = 1
     abort_by: tuple[str, ...] = ("client", "P", "D")
     link_faults: int = 0  #: frames lost, repeated, late or overtaken between control plane and ranks

@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterable, Iterator
+from contextlib import contextmanager, suppress
 
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
 from dsv4ctl.controlplane.link.wire import Hello, Refused, ToControlPlane, ToRank, Welcome
@@ -25,7 +25,7 @@ class LinkRefusedError(Exception):
 
 
 class LinkClient:
-    """`connect` does the handshake in the caller's thread; `start` then serves frames on two threads.
+    """`connect` does the handshake in the caller's thread; `start` then serves frames on two threads, or on one.
 
     `lost` is called exactly once, on whichever thread met the end first, unless `close` came before.
     """
@@ -47,6 +47,7 @@ class LinkClient:
         self._out: deque[bytes] = deque()
         self._writing = True  #: what a sender would write now could land inside a frame, or before the handshake
         self._closed = False
+        self._taken_in = False  #: frames are, and no thread waits for them
         self._changed = threading.Condition()
         self._reader = threading.Thread(target=self._serve, name="link-read", daemon=True)
         self._writer = threading.Thread(target=self._write, name="link-write", daemon=True)
@@ -59,9 +60,23 @@ class LinkClient:
             self._socket.close()
             raise
 
-    def start(self) -> None:
-        self._reader.start()
+    def start(self, *, reads: bool = True) -> None:
+        """`reads` False: no thread waits for frames. Then `take_in` handles them, and meets the end of the link."""
         self._writer.start()
+        if reads:
+            self._reader.start()
+        self._taken_in = not reads
+
+    def take_in(self) -> None:
+        """Handles the frames that have arrived by now, once started. Never blocks; not for two threads at once."""
+        if not self._taken_in:
+            return
+        with self._end_is_told():
+            early, self._early = self._early, []
+            self._handle(early)
+            with suppress(BlockingIOError):
+                while True:
+                    self._handle(self._read(socket.MSG_DONTWAIT))
 
     def send(self, frame: ToControlPlane) -> None:
         """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
@@ -114,21 +129,28 @@ class LinkClient:
         return first
 
     def _serve(self) -> None:
-        try:
-            for frame in self._early:
-                self._on_frame(frame)
+        with self._end_is_told():
+            self._handle(self._early)
             while True:
-                for frame in self._read():
-                    self._on_frame(frame)
+                self._handle(self._read())
+
+    @contextmanager
+    def _end_is_told(self) -> Iterator[None]:
+        try:
+            yield
         except (OSError, FrameError) as error:
             self._end(str(error))
         except Exception as error:
-            # A defect of whoever handles frames: this thread must not be missed in silence.
+            # A defect of whoever handles frames: who reads must not be missed in silence.
             self._end(f"a frame could not be handled: {error!r}")
             raise
 
-    def _read(self) -> list[ToRank]:
-        data = self._socket.recv(_READ_BYTES)
+    def _handle(self, frames: Iterable[ToRank]) -> None:
+        for frame in frames:
+            self._on_frame(frame)
+
+    def _read(self, flags: int = 0) -> list[ToRank]:
+        data = self._socket.recv(_READ_BYTES, flags)
         if not data:
             raise ConnectionError("the control plane closed the link")
         frames: list[ToRank] = []

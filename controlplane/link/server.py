@@ -64,6 +64,10 @@ class _Waiting:
         self.answer: Answer | None = None
 
 
+#: A frame, and what is called once it is written.
+_Outgoing = tuple[bytes, Callable[[], None]]
+
+
 class Link:
     """One connected rank. `send` never blocks; `query` awaits the rank's answer."""
 
@@ -73,15 +77,18 @@ class Link:
         self.malformed = 0
         self.lost: str | None = None
         self._scope = scope
-        self._out, self.outgoing = anyio.create_memory_object_stream[bytes](QUEUE_FRAMES)
+        self._out, self.outgoing = anyio.create_memory_object_stream[_Outgoing](QUEUE_FRAMES)
         self._waiting: dict[int, _Waiting] = {}
         self._queries = 0
 
-    def send(self, frame: ToRank) -> None:
-        """Queues a frame. Raises LinkLostError if the link is, or becomes, lost."""
+    def send(self, frame: ToRank, written: Callable[[], None] = lambda: None) -> None:
+        """Queues a frame; `written` is called once it is in the rank's socket, and must not raise.
+
+        Raises LinkLostError if the link is, or becomes, lost.
+        """
         if self.lost is None:
             try:
-                self._out.send_nowait(encode(frame))
+                self._out.send_nowait((encode(frame), written))
             except anyio.WouldBlock:
                 self.close(f"the rank does not read: {QUEUE_FRAMES} frames are queued for it")
         if self.lost is not None:
@@ -246,15 +253,17 @@ async def _bodies(stream: ByteStream) -> AsyncGenerator[bytes | FrameError, None
 
 async def _write(link: Link, stream: ByteStream) -> None:
     """Sends what is queued. No deadline: a rank that stops reading fills its queue, which ends the link."""
-    outgoing: MemoryObjectReceiveStream[bytes] = link.outgoing
+    outgoing: MemoryObjectReceiveStream[_Outgoing] = link.outgoing
     try:
-        async for first in outgoing:
-            batch = bytearray(first)
-            while len(batch) < _CHUNK:
+        async for frame in outgoing:
+            frames = [frame]
+            while sum(len(data) for data, _ in frames) < _CHUNK:
                 try:
-                    batch += outgoing.receive_nowait()
+                    frames.append(outgoing.receive_nowait())
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     break
-            await stream.send(bytes(batch))
+            await stream.send(b"".join(data for data, _ in frames))
+            for _, written in frames:
+                written()
     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
         link.close("the link broke")

@@ -7,6 +7,7 @@ from collections import Counter, deque
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import count
 from typing import Any
 
@@ -101,7 +102,7 @@ class RoomDesk:
     # ---- opening ----------------------------------------------------------------------------------
 
     async def open(self, request: RoomRequest) -> LiveRoom:
-        """A room that every rank of the chosen engines knows. Its `allocated` deadline bounds the wait.
+        """A room whose request may be sent: see `OpenRoom`. Its `allocated` deadline bounds the wait.
 
         Raises NotServingError, OverAdmissionError, RoomAbortedError. Cancelled: the room is aborted.
         """
@@ -156,6 +157,8 @@ class RoomDesk:
         self._telemetry.emit(
             Event.ROOM_OPENED, **live.fields(), engines=[engine.name for engine in pair.engines], bytes=amount
         )
+        if all(engine.in_order for engine in pair.engines):
+            live.unwritten = len(participants)
         for engine in pair.engines:
             peer = next((other for other in pair.engines if other is not engine), None)
             self._open_on(engine, peer, live)
@@ -179,10 +182,17 @@ class RoomDesk:
             try:
                 if rank.link is None:
                     raise LinkLostError("it has no link")
-                rank.link.send(frame)
+                rank.link.send(frame, partial(self._written, live))
             except LinkLostError as error:
                 reason = f"{engine.name} rank {rank.number}: {error}"
                 self.abort(live, AbortSource.ENGINE_FAULT, reason)
+
+    def _written(self, live: LiveRoom) -> None:
+        """A rank's opening is in its socket."""
+        if live.unwritten:
+            live.unwritten -= 1
+            if not live.unwritten:
+                live.settled.set()
 
     # ---- what ranks say ---------------------------------------------------------------------------
 

@@ -116,6 +116,11 @@ class Engine:
         return Cancellable.CHUNK if first is None or first.link is None else first.link.hello.cancellable
 
     @property
+    def in_order(self) -> bool:
+        """All its ranks are."""
+        return all(rank.link is not None and rank.link.hello.in_order for rank in self.ranks.values())
+
+    @property
     def quarantined(self) -> int:
         """Pages in quarantine on all its ranks."""
         return sum(sum(r.progress.ledger.pages_quarantined.values()) for r in self.ranks.values() if r.progress)

@@ -35,13 +35,14 @@ class RoomAbortedError(RuntimeError):
 
 @dataclass(eq=False)
 class LiveRoom:
-    """One generation of a room, from open to ended. `settled`: allocated on every rank, or aborting."""
+    """One generation of a room, from open to ended. `settled`: its request may be sent, or it is aborting."""
 
     room: Room
     request: RoomRequest
     turn: int  #: the room's place in the order in which rooms were first opened
     pair: Pair
     bytes: int
+    unwritten: int = 0  #: ranks in order whose opening waits to be written
     settled: anyio.Event = field(default_factory=anyio.Event)
     aborting: anyio.Event = field(default_factory=anyio.Event)
     ended: anyio.Event = field(default_factory=anyio.Event)

@@ -2,8 +2,9 @@
 
 The scheduler's loop has no event loop: hooks call in here synchronously, and wait for nothing but locks that are held
 for moments. Threads of ours run beside it: `agent` (greets, and attends while the loop takes no turn), `peers` (frames
-to other ranks), on a prefill rank `bootstrap` (frames from them), and those of the link. Whenever one wakes, the loop
-stands still for some hundred microseconds: what it can do in its own turns, it does.
+to other ranks, answers to queries), on a prefill rank `bootstrap` (frames from them), and one that writes to the link
+what its socket does not take at once. Whenever one wakes, the loop stands still for some hundred microseconds: what it
+can do in its own turns, it does.
 """
 
 from __future__ import annotations
@@ -23,7 +24,17 @@ import msgspec
 from dsv4ctl.controlplane.link.client import LinkClient, LinkRefusedError
 from dsv4ctl.controlplane.link.codec import FrameError
 from dsv4ctl.controlplane.link.url import local_url
-from dsv4ctl.controlplane.link.wire import WIRE_VERSION, Fenced, Hello, LoopStatus, OpenRoom, Progress, Role, ToRank
+from dsv4ctl.controlplane.link.wire import (
+    WIRE_VERSION,
+    Fenced,
+    Hello,
+    LoopStatus,
+    OpenRoom,
+    Progress,
+    Query,
+    Role,
+    ToRank,
+)
 from dsv4ctl.controlplane.rooms.states import Cancellable
 from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, Guard, LoadKind
@@ -159,7 +170,7 @@ class Rank:
             self._interval = self._link.connect(self._hello(url), _GREET_SECONDS).progress_interval
         except (LinkRefusedError, OSError) as error:
             return self.end(f"the control plane did not let this rank in: {error}")
-        self._link.start()
+        self._link.start(reads=False)
         self._due = time.monotonic()
         while True:
             turns = self._turns
@@ -186,6 +197,7 @@ class Rank:
                 {space: sum(counts) for space, counts in self._page_counts().items()},
             ),
             cancellable=self._cancellable(),
+            in_order=True,
         )
 
     def _cancellable(self) -> Cancellable:
@@ -204,8 +216,13 @@ class Rank:
         """`hear` takes in what has arrived from other ranks, if no thread waits for that."""
         self._hear = hear
 
+    def take_in(self) -> None:
+        """What the control plane said before whatever is handled next: openings, above all."""
+        with self._attending:
+            self._link.take_in()
+
     def attend(self) -> None:
-        """In the turns of the loop: hears other ranks; once in an interval ticks and reports.
+        """In the turns of the loop: hears control plane and other ranks; once in an interval ticks and reports.
 
         A thread of ours does it while the loop takes no turn. What it raises ends the engine.
         """
@@ -216,6 +233,7 @@ class Rank:
         if not self._attending.acquire(blocking=False):
             return  # the other one does it
         try:
+            self._link.take_in()
             self._hear()
             now = time.monotonic()
             if now < self._due:
@@ -307,6 +325,9 @@ class Rank:
     # ---- the link ------------------------------------------------------------------------------------
 
     def _on_frame(self, frame: ToRank) -> None:
+        if isinstance(frame, Query):  # an answer may be long: not in a turn of the loop
+            self.outbox.call(lambda: self.agent.handle(frame))
+            return
         self.agent.handle(self._own(frame))
         if isinstance(frame, Fenced):
             self.rooms.fenced(frame.incarnation)

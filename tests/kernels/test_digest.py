@@ -145,11 +145,14 @@ def test_what_a_launch_reads_stays_until_it_was_read() -> None:
     launches = list(digest_parts._launches)
 
     class Event:
-        """Of one launch; `late` is what it has not begun."""
+        """Of one launch. `begun` is what the device has before it, `late` what of that was before a record."""
 
         def __init__(self, launch: Any) -> None:
-            self.begin, self.late = launch._begin_again, []
-            launch._begin_again = lambda: self.late.append(self.begin)
+            begin, self.begun, self.late = launch._begin_again, [], []
+            launch._begin_again = lambda: self.begun.append(begin)
+
+        def record(self) -> None:
+            self.late, self.begun = self.late + self.begun, []
 
         def query(self) -> bool:
             return not self.late
@@ -157,10 +160,7 @@ def test_what_a_launch_reads_stays_until_it_was_read() -> None:
         def synchronize(self) -> None:
             waited.append(self)
             while self.late:
-                self.late.pop()()
-
-        def record(self) -> None:
-            pass
+                self.late.pop(0)()
 
     waited: list[Event] = []
     for launch in launches:
@@ -171,6 +171,7 @@ def test_what_a_launch_reads_stays_until_it_was_read() -> None:
     found += [digest_parts(part) for part in parts[len(launches) // 2 :]]
     assert waited == [launch.there for launch in launches]
     for launch in launches:
+        launch.there.record()
         launch.there.synchronize()
     assert [one.numpy().view(np.uint64).tolist() for one, _ in found] == [by_numpy(spaces, part) for part in parts]
     assert found[-1][1] is digest_parts._launches[-1].there

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import asyncio
+import socket
 import stat
 from collections.abc import AsyncIterator, Mapping
 from contextlib import asynccontextmanager, suppress
+from functools import partial
 from pathlib import Path
 
 import anyio
@@ -215,6 +217,21 @@ async def test_a_lost_link_fails_its_queries_and_its_sends(tmp_path: Path) -> No
         assert owner.losses == ["the rank closed the link"]
         with pytest.raises(LinkLostError):
             owner.links[0].send(Fenced("x"))
+
+
+async def test_a_frame_is_written_once_it_is_in_the_socket_of_the_rank(tmp_path: Path) -> None:
+    async with _welcomed(tmp_path) as (owner, stream):
+        link, written = owner.links[0], list[int]()
+        for number in range(40):  # more than a socket holds
+            link.send(Fenced("x" * 100_000), partial(written.append, number))
+        assert not written
+        await until(lambda: bool(written))
+        await anyio.wait_all_tasks_blocked()
+        there = len(stream.extra(SocketAttribute.raw_socket).recv(1 << 26, socket.MSG_PEEK))
+        assert len(written) == there // len(encode(Fenced("x" * 100_000))) < 40
+        await _frames(stream, 40)
+        await until(lambda: len(written) == 40)
+        assert written == [*range(40)]
 
 
 async def test_a_rank_that_stops_reading_loses_its_link(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

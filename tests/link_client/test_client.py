@@ -42,13 +42,15 @@ def plane(tmp_path: Path) -> Iterator[ControlPlane]:
     found.close()
 
 
-def connected(plane: ControlPlane, *early: msgspec.Struct, on_frame: Callable[[Any], None] | None = None) -> Rank:
+def connected(
+    plane: ControlPlane, *early: msgspec.Struct, on_frame: Callable[[Any], None] | None = None, reads: bool = True
+) -> Rank:
     rank = Rank(plane.path, on_frame)
     thread = threading.Thread(target=plane.accept, args=(Welcome(WIRE_VERSION, 0.5), *early))
     thread.start()
     assert rank.client.connect(HELLO, LIMIT).progress_interval == 0.5
     thread.join(LIMIT)
-    rank.client.start()
+    rank.client.start(reads=reads)
     return rank
 
 
@@ -251,6 +253,45 @@ def test_a_control_plane_that_stops_reading_loses_the_link_not_our_memory(
     assert rank.lost.get() == "100 frames wait for a control plane that does not read"
     rank.threads_end()
     assert rank.lost.empty()
+
+
+def test_frames_that_no_thread_waits_for_are_taken_in(plane: ControlPlane) -> None:
+    rank = Rank(plane.path)
+    thread = threading.Thread(target=plane.accept, args=(Welcome(WIRE_VERSION, 0.5), Fenced("P-1")))
+    thread.start()
+    rank.client.take_in()  # not yet: the handshake reads
+    rank.client.connect(HELLO, LIMIT)
+    thread.join(LIMIT)
+    rank.client.take_in()
+    assert rank.frames.empty()
+    rank.client.start(reads=False)
+    assert not [each for each in threading.enumerate() if each.name == "link-read"]
+    more = [Fenced(f"P-{number}") for number in range(2, 4000)]  # longer than what one look reads
+    plane.send(*more)
+    rank.client.take_in()
+    assert [rank.frames.get_nowait() for _ in range(len(more) + 1)] == [Fenced("P-1"), *more]
+    rank.client.take_in()
+    assert rank.frames.empty()
+    rank.client.send(Received(1))
+    assert plane.read() == Received(1)
+    plane.peer.close()
+    for _ in range(2):
+        rank.client.take_in()
+    assert rank.lost.get_nowait() == "the control plane closed the link"
+    assert rank.lost.empty()
+    rank.threads_end()
+
+
+def test_who_takes_in_a_frame_that_its_handler_fails_on_is_told_and_the_link_ends(plane: ControlPlane) -> None:
+    def fail(frame: Any) -> None:
+        raise KeyError(frame.incarnation)
+
+    rank = connected(plane, on_frame=fail, reads=False)
+    plane.send(Fenced("P-1"))
+    with pytest.raises(KeyError):
+        rank.client.take_in()
+    assert rank.lost.get_nowait() == "a frame could not be handled: KeyError('P-1')"
+    rank.threads_end()
 
 
 @pytest.mark.filterwarnings("ignore::pytest.PytestUnhandledThreadExceptionWarning")

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import anyio
 import pytest
 
 from dsv4ctl.controlplane.config.schema import DeadlinesConfig, EngineConfig, PoliciesConfig
-from dsv4ctl.controlplane.link.wire import AbortAck, Quarantined, Received, RoomReport
+from dsv4ctl.controlplane.link.server import Link
+from dsv4ctl.controlplane.link.wire import AbortAck, OpenRoom, Quarantined, Received, Role, RoomReport, ToRank
 from dsv4ctl.controlplane.rooms.states import AbortSource, Cancellable, Quiet, RoomKey, RoomState
 from dsv4ctl.controlplane.scheduler.estimate import transfer_bytes
+from dsv4ctl.controlplane.scheduler.fleet import Engine
 from dsv4ctl.controlplane.telemetry.events import Event
 from fake_engine import GEOMETRY, FakeRank
 from running import PATIENCE, Stage, ask, pair_config, post, stage, until
@@ -60,6 +64,72 @@ async def test_a_room_is_known_to_every_rank_before_its_request(tmp_path: Path) 
             assert running.log("prefill0", "leg") == []
             held.set()
         assert len(running.log("prefill0", "leg")) == 1
+
+
+@pytest.mark.parametrize("others", [True, False])
+async def test_the_request_of_ranks_in_order_follows_their_openings_at_once(tmp_path: Path, others: bool) -> None:
+    """Of all ranks of the room: with one that is not, it waits until the room is allocated."""
+    asked = anyio.Event()
+
+    def late(rank: FakeRank) -> None:
+        plain = rank.send
+        rank.in_order = others or rank.role.value == "decode"
+
+        async def send(frame: Any) -> None:
+            if isinstance(frame, RoomReport) and frame.state is RoomState.ALLOCATED:
+                rank._start_soon(later, frame)
+            else:
+                await plain(frame)
+
+        async def later(frame: Any) -> None:
+            await asked.wait()
+            await plain(frame)
+
+        rank.send = send  # type: ignore[method-assign]
+
+    async with stage(pair_config(tmp_path), late) as running:
+        async with anyio.create_task_group() as tasks:
+            tasks.start_soon(lambda: post(running, "/generate", ask()))
+            await until(lambda: all(running.log(name, "open") for name in ("prefill0", "decode0")))
+            if others:
+                await until(lambda: all(running.log(name, "leg") for name in ("prefill0", "decode0")))
+            else:
+                await anyio.wait_all_tasks_blocked()
+                assert not running.log("prefill0", "leg")
+            asked.set()
+        assert all(len(running.log(name, "leg")) == 1 for name in ("prefill0", "decode0"))
+        await until(lambda: bool(running.telemetry.of(Event.ROOM_CLOSED)))
+
+
+async def test_no_request_follows_an_opening_that_is_not_written(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, held = Link.send, list[Callable[[], None]]()
+
+    def send(link: Link, frame: ToRank, written: Callable[[], None] = lambda: None) -> None:
+        late = isinstance(frame, OpenRoom) and link.hello.role is Role.DECODE
+        plain(link, frame, (lambda: held.append(written)) if late else written)
+
+    def mute(rank: FakeRank) -> None:
+        rank.in_order, rank.allocates = True, rank.role is Role.PREFILL
+
+    monkeypatch.setattr(Link, "send", send)
+    async with stage(pair_config(tmp_path), mute) as running, anyio.create_task_group() as tasks:
+        tasks.start_soon(lambda: post(running, "/generate", ask()))
+        await until(lambda: bool(held and running.log("decode0", "open")))
+        await anyio.wait_all_tasks_blocked()
+        assert not running.log("prefill0", "leg")
+        held[0]()
+        await until(lambda: bool(running.log("prefill0", "leg")))
+
+
+async def test_an_engine_is_in_order_if_all_its_ranks_are() -> None:
+    def rank(in_order: bool) -> Any:
+        return SimpleNamespace(link=SimpleNamespace(hello=SimpleNamespace(in_order=in_order)))
+
+    for ranks, found in (([True, True], True), ([True, False], False), ([None, True], False)):
+        links = [SimpleNamespace(link=None) if one is None else rank(one) for one in ranks]
+        assert Engine.in_order.fget(SimpleNamespace(ranks=dict(enumerate(links)))) is found  # type: ignore[attr-defined]
 
 
 async def test_a_rank_that_never_allocates_costs_the_deadline_and_no_more(tmp_path: Path) -> None:

@@ -23,6 +23,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import anyio
+import anyio.lowlevel
 import msgspec
 from aiohttp import web
 
@@ -81,6 +82,7 @@ class FakeRank:
     geometry: Geometry = GEOMETRY
     wire: int = WIRE_VERSION
     cancellable: Cancellable = Cancellable.CHUNK
+    in_order: bool = False  #: as it declares; its legs wait for the openings that were written before them
     answers: bool = True  #: whether it answers queries
     allocates: bool = True  #: whether it reports a room as known
     quiet: anyio.Event | None = None  #: a retracted room is acknowledged only then
@@ -119,6 +121,7 @@ class FakeRank:
                         bootstrap_port=9 if self.role is Role.PREFILL else 0,
                         geometry=self.geometry,
                         cancellable=self.cancellable,
+                        in_order=self.in_order,
                     )
                 )
             )
@@ -224,6 +227,8 @@ class FakeRank:
 
     async def _leg(self, request: web.Request) -> web.StreamResponse:
         body = await request.json()
+        while self.in_order and body["bootstrap_room"] not in self.rooms:
+            await anyio.lowlevel.checkpoint()
         key = self.rooms[body["bootstrap_room"]]
         assert request.headers["x-dsv4ctl-generation"] == str(key.generation)
         self.log.append(("leg", request.headers["x-request-id"]))

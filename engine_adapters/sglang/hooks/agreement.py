@@ -22,6 +22,8 @@ def requests(stock: Any, receiver: Any, received: list[Any] | None, *args: Any) 
     if here is None:
         return list(stock(receiver, received, *args))
     here.step()
+    if received:
+        here.take_in()
     if received is not None:
         for number, request in _rooms_of(received):
             here.rooms.requested(number, str(request.rid))
@@ -32,6 +34,8 @@ def requests(stock: Any, receiver: Any, received: list[Any] | None, *args: Any) 
                 request.extra_key = f"dsv4ctl-{room.key}"
         received = [*received, *(AbortReq(rid=request) for request in here.rooms.take_aborts())]
     agreed: list[Any] = stock(receiver, received, *args)
+    if received is None and agreed:
+        here.take_in()
     if here.role is Role.SINGLE:
         for number, _ in _rooms_of(agreed):
             here.rooms.forward_begin(number)

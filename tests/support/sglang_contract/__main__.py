@@ -32,6 +32,7 @@ from sglang_contract import (  # noqa: E402, F401 - each notes its checks
     digests_sent,
     life,
     loads,
+    openings,
     rooms_decode,
     rooms_prefill,
     sending,

@@ -52,7 +52,7 @@ class _Socket:
         raise _End
 
 
-def _bootstrap(made: World, hooked: bool, frames: list[list[bytes]]) -> Any:
+def bootstrapped(made: World, hooked: bool, frames: list[list[bytes]]) -> Any:
     """A prefill rank's manager that heard these frames."""
     manager = Manager()
     manager.__dict__.update(
@@ -80,7 +80,7 @@ def _bootstrap(made: World, hooked: bool, frames: list[list[bytes]]) -> Any:
     return manager
 
 
-def _destination(room: int) -> list[bytes]:
+def destination(room: int) -> list[bytes]:
     pages = torch.tensor([3, 4], dtype=torch.int32).numpy().tobytes()
     frame = [conn.GUARD, str(room).encode(), b"127.0.0.1", b"9", b"agent", pages, b"0", b"1", b"", b"0"]
     return peers.with_trailer(frame, Trailer(PEER, 1))
@@ -90,7 +90,7 @@ def _destination(room: int) -> list[bytes]:
 def bootstrap_loop_lives_through_any_frame(hooked: bool) -> None:
     made = world(Role.PREFILL, hooked)
     key = made.open()
-    manager = _bootstrap(made, hooked, [*BAD_FRAMES, _destination(7)])
+    manager = bootstrapped(made, hooked, [*BAD_FRAMES, destination(7)])
     assert 7 in manager.transfer_infos, "the good frame after bad ones was not heard"
     assert made.rank.counters["bad_frames"] == len(BAD_FRAMES)
     assert made.states(key)[-1] is RoomState.BOOTSTRAPPING
@@ -193,7 +193,7 @@ def nothing_is_kept_of_a_fenced_peer(_: bool) -> None:
 def destination_of_an_unknown_room_is_answered_with_an_ack(_: bool) -> None:
     made = world(Role.PREFILL, True)
     sent = acks(made)
-    manager = _bootstrap(made, True, [_destination(99)])
+    manager = bootstrapped(made, True, [destination(99)])
     assert not manager.transfer_infos
     assert [frame.outcome for _, frame in sent] == [Quiet.QUIET]
 

@@ -67,7 +67,8 @@ def _attended(made: Any, sleep: Any, clock: Any) -> dict[str, list[float]]:
     """What the loop of a rank and its thread did and when, of which the thread sleeps so."""
     did: list[tuple[float, str]] = []
     made.rank._hello = lambda url: None
-    made.rank._link = SimpleNamespace(connect=lambda *_: SimpleNamespace(progress_interval=0.25), start=lambda: None)
+    made.rank._link = mock.Mock(**{"connect.return_value": SimpleNamespace(progress_interval=0.25)})
+    made.rank._link.take_in = lambda: did.append((clock(), "took in"))
     made.rank.hears(lambda: did.append((clock(), "heard")))
     made.rank.report = lambda: did.append((clock(), "reported"))
     made.rank.agent.tick = lambda: did.append((clock(), "agent"))
@@ -78,8 +79,11 @@ def _attended(made: Any, sleep: Any, clock: Any) -> dict[str, list[float]]:
         contextlib.suppress(SystemExit),
     ):
         made.rank._serve()
-    times = {what: [at for at, done in did if done == what] for what in ("heard", "agent", "rooms", "reported")}
+    made.rank._link.start.assert_called_once_with(reads=False)
+    whats = ("took in", "heard", "agent", "rooms", "reported")
+    times = {what: [at for at, done in did if done == what] for what in whats}
     assert times["agent"] == times["rooms"] == times["reported"]
+    assert times["took in"] == times["heard"]
     return times
 
 
@@ -137,6 +141,7 @@ def a_scheduler_without_chunks_declares_whole_prompts(_: bool) -> None:
         made = World(role)
         made.scheduler.chunked_prefill_size = size
         assert made.rank._hello("http://x").cancellable is declared
+        assert made.rank._hello("http://x").in_order
 
 
 @alone

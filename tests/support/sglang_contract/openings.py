@@ -1,0 +1,100 @@
+"""Openings on a link that no thread waits for: they are taken in before whatever was sent later."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from types import SimpleNamespace
+from typing import Any
+
+from dsv4ctl.controlplane.link.codec import encode
+from dsv4ctl.controlplane.link.wire import OpenRoom, Query, Role
+from dsv4ctl.controlplane.rooms.states import RoomKey, RoomState
+from dsv4ctl.engine_adapters.sglang.hooks import agreement
+from sglang_contract.bootstrap_port import bootstrapped, destination
+from sglang_contract.checks import alone
+from sglang_contract.situations import world
+from sglang_world import PEER, World
+
+KEY = RoomKey(7, 1)
+OPENING = OpenRoom(KEY, "request", None, "other", (PEER,), {"ack": 10.0}, "off", fresh=True)
+
+
+def _linked(role: Role) -> tuple[World, socket.socket]:
+    """A rank, and the control plane's end of its link."""
+    made = world(role, True)
+    ours, theirs = socket.socketpair()
+    link = made.rank._link
+    link._socket.close()
+    link._socket, link._taken_in, link._writing = ours, True, False
+    return made, theirs
+
+
+def _requested(first: bool) -> Any:
+    """A request of the room, as the first rank of the engine or as another receives it."""
+    request = SimpleNamespace(bootstrap_room=7, rid="rid", extra_key=None)
+    assert agreement.requests(lambda *_: [request], None, [request] if first else None) == [request]
+    return request
+
+
+@alone
+def request_is_handled_behind_its_opening_on_any_rank(_: bool) -> None:
+    for role in (Role.PREFILL, Role.DECODE, Role.SINGLE):
+        for first in (True, False):
+            made, theirs = _linked(role)
+            theirs.sendall(encode(OPENING))
+            request = _requested(first)
+            assert made.rank.rooms.live(7), (role, first)
+            assert made.states(KEY)[0] is RoomState.ALLOCATED
+            assert request.extra_key == (f"dsv4ctl-{KEY}" if first else None)
+
+
+@alone
+def turn_without_a_request_looks_at_the_link_too(_: bool) -> None:
+    made, theirs = _linked(Role.PREFILL)
+    theirs.sendall(encode(OPENING))
+    agreement.requests(lambda *_: [], None, [])
+    assert made.rank.rooms.live(7)
+
+
+@alone
+def request_waits_while_a_thread_takes_in_its_opening(_: bool) -> None:
+    made, theirs = _linked(Role.DECODE)
+    theirs.sendall(encode(OPENING))
+    take_in = made.rank._link.take_in
+
+    class Held:
+        """By a thread that is done as soon as somebody waits for it."""
+
+        def acquire(self, *, blocking: bool) -> bool:
+            assert not blocking
+            return False
+
+        def __enter__(self) -> None:
+            take_in()
+
+        def __exit__(self, *_: object) -> None: ...
+
+    made.rank._attending = Held()
+    _requested(True)
+    assert made.rank.rooms.live(7)
+
+
+@alone
+def destination_is_heard_behind_the_opening_of_its_room(_: bool) -> None:
+    made, theirs = _linked(Role.PREFILL)
+    theirs.sendall(encode(OPENING))
+    manager = bootstrapped(made, True, [destination(7)])
+    assert 7 in manager.transfer_infos
+    assert made.states(KEY) == [RoomState.ALLOCATED, RoomState.BOOTSTRAPPING]
+
+
+@alone
+def query_is_answered_outside_of_the_loop(_: bool) -> None:
+    made, theirs = _linked(Role.DECODE)
+    answered: queue.Queue[tuple[Any, str]] = queue.Queue()
+    made.rank.agent.handle = lambda frame: answered.put((frame, threading.current_thread().name))
+    theirs.sendall(encode(Query(5, "rooms")))
+    made.rank.attend()
+    assert answered.get(timeout=60) == (Query(5, "rooms"), "dsv4ctl-peers")
