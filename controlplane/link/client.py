@@ -1,4 +1,4 @@
-"""A rank's end of the link: two threads, blocking sockets, the standard library and msgspec only.
+"""A rank's end of the link: one thread or two, blocking sockets, the standard library and msgspec only.
 
 Runs inside the engine's process (SGLang's scheduler has no event loop). A rank that loses the link keeps
 enforcing S1-S3 by itself; what else it does then is the caller's `lost`.
@@ -74,9 +74,12 @@ class LinkClient:
         with self._end_is_told():
             early, self._early = self._early, []
             self._handle(early)
-            with suppress(BlockingIOError):
-                while True:
-                    self._handle(self._read(socket.MSG_DONTWAIT))
+            while True:
+                try:
+                    frames = self._read(socket.MSG_DONTWAIT)
+                except BlockingIOError:
+                    return
+                self._handle(frames)
 
     def send(self, frame: ToControlPlane) -> None:
         """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
@@ -102,7 +105,7 @@ class LinkClient:
             self._changed.notify()
 
     def join(self) -> None:
-        """Waits until no thread of an ended link handles a frame any more, other than the caller's own."""
+        """Waits until no thread of ours handles a frame of an ended link any more, other than the caller's own."""
         for thread in (self._reader, self._writer):
             if thread.is_alive() and thread is not threading.current_thread():
                 thread.join()

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable, Mapping
 from contextlib import aclosing
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import anyio
 import msgspec
@@ -64,8 +64,9 @@ class _Waiting:
         self.answer: Answer | None = None
 
 
-#: A frame, and what is called once it is written.
-_Outgoing = tuple[bytes, Callable[[], None]]
+class _Outgoing(NamedTuple):
+    data: bytes
+    written: Callable[[], None]
 
 
 class Link:
@@ -82,13 +83,13 @@ class Link:
         self._queries = 0
 
     def send(self, frame: ToRank, written: Callable[[], None] = lambda: None) -> None:
-        """Queues a frame; `written` is called once it is in the rank's socket, and must not raise.
+        """Queues a frame; `written` is called once it is in the rank's socket (a Unix one), and must not raise.
 
         Raises LinkLostError if the link is, or becomes, lost.
         """
         if self.lost is None:
             try:
-                self._out.send_nowait((encode(frame), written))
+                self._out.send_nowait(_Outgoing(encode(frame), written))
             except anyio.WouldBlock:
                 self.close(f"the rank does not read: {QUEUE_FRAMES} frames are queued for it")
         if self.lost is not None:
@@ -255,15 +256,17 @@ async def _write(link: Link, stream: ByteStream) -> None:
     """Sends what is queued. No deadline: a rank that stops reading fills its queue, which ends the link."""
     outgoing: MemoryObjectReceiveStream[_Outgoing] = link.outgoing
     try:
-        async for frame in outgoing:
-            frames = [frame]
-            while sum(len(data) for data, _ in frames) < _CHUNK:
+        async for first in outgoing:
+            batch, told = bytearray(first.data), [first.written]
+            while len(batch) < _CHUNK:
                 try:
-                    frames.append(outgoing.receive_nowait())
+                    frame = outgoing.receive_nowait()
                 except (anyio.WouldBlock, anyio.EndOfStream):
                     break
-            await stream.send(b"".join(data for data, _ in frames))
-            for _, written in frames:
+                batch += frame.data
+                told.append(frame.written)
+            await stream.send(bytes(batch))
+            for written in told:
                 written()
     except (anyio.BrokenResourceError, anyio.ClosedResourceError):
         link.close("the link broke")

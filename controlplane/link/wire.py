@@ -106,7 +106,9 @@ class Hello(msgspec.Struct, tag=True, frozen=True):
     bootstrap_port: int  #: 0 on an engine that no peer connects to
     geometry: Geometry
     cancellable: Cancellable = Cancellable.CHUNK  #: an engine that does not say is fenced if it takes longer
-    in_order: bool = False  #: it takes in what the link brought before any request or peer's frame that was sent later
+    #: It takes in what the link brought before any request or peer's frame that was sent later. What is written to a
+    #: Unix socket is there; of a link over a network nobody could say so.
+    in_order: bool = False
 
 
 class RoomReport(msgspec.Struct, tag=True, frozen=True):
@@ -181,7 +183,6 @@ class OpenRoom(msgspec.Struct, tag=True, frozen=True):
 
     Before all ranks of the room have done so the request is not sent to any; unless all are `in_order`: then once this
     is written to all.
-
 
     `peers` are the incarnations of the other side's ranks by rank number, empty on a single engine;
     `bootstrap_ports`, on a decode rank, are the ports on which they listen. `fresh`: what came of the cached prefix

@@ -211,11 +211,16 @@ class Supervisor:
 
     async def _evidence(self, rank: Rank, cause: str) -> None:
         found: dict[str, Any] = {}
-        facts: dict[str, Any] = {}
+
+        async def ask(what: str) -> None:
+            found[what] = await self.query(rank, what, EVIDENCE_DEADLINE)
+
+        # At once: a rank whose loop stands looks for what it is asked a few times a second.
         with anyio.move_on_after(EVIDENCE_DEADLINE):
-            for what in EVIDENCE:
-                found[what] = await self.query(rank, what, EVIDENCE_DEADLINE)
-            facts = await self.query(rank, "evidence", EVIDENCE_DEADLINE)
+            async with anyio.create_task_group() as tasks:
+                for what in (*EVIDENCE, "evidence"):
+                    tasks.start_soon(ask, what)
+        facts = found.pop("evidence", {})
         self.telemetry.emit(Event.ENGINE_EVIDENCE, "error", **rank.fields(), cause=cause, **found)
         assert self._tasks is not None
         self._tasks.start_soon(self._kept.keep, "wedge", cause, rank, {"progress": rank.progress, **found, **facts})

@@ -2,15 +2,16 @@
 
 The scheduler's loop has no event loop: hooks call in here synchronously, and wait for nothing but locks that are held
 for moments. Threads of ours run beside it: `agent` (greets, and attends while the loop takes no turn), `peers` (frames
-to other ranks, answers to queries), on a prefill rank `bootstrap` (frames from them), and one that writes to the link
-what its socket does not take at once. Whenever one wakes, the loop stands still for some hundred microseconds: what it
-can do in its own turns, it does.
+to other ranks), `queries` (answers them), on a prefill rank `bootstrap` (frames from other ranks), and one that writes
+to the link what its socket does not take at once. Whenever one wakes, the loop stands still for some hundred
+microseconds: what it can do in its own turns, it does.
 """
 
 from __future__ import annotations
 
 import math
 import os
+import queue
 import signal
 import sys
 import threading
@@ -106,6 +107,8 @@ class Rank:
         self.outbox = Outbox(self.counters)
         self.rooms.bind(self.agent, self.outbox, self.query)
         self.thread("peers", self.outbox.run)
+        self._queries: queue.SimpleQueue[Query] = queue.SimpleQueue()
+        self.thread("queries", self._answer)
 
     # ---- parts ---------------------------------------------------------------------------------------
 
@@ -326,11 +329,16 @@ class Rank:
 
     def _on_frame(self, frame: ToRank) -> None:
         if isinstance(frame, Query):  # an answer may be long: not in a turn of the loop
-            self.outbox.call(lambda: self.agent.handle(frame))
+            self._queries.put(frame)
             return
         self.agent.handle(self._own(frame))
         if isinstance(frame, Fenced):
             self.rooms.fenced(frame.incarnation)
+
+    def _answer(self) -> None:
+        while True:
+            query = self._queries.get()
+            self.agent.handle(query)
 
     def _own(self, frame: ToRank) -> ToRank:
         if not isinstance(frame, OpenRoom):

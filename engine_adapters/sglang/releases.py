@@ -70,7 +70,8 @@ HOOKS: tuple[Hook, ...] = (
         _RECEIVER + "_broadcast_reqs_across_ranks",
         "hooks.agreement:requests",
         "around",
-        "rank 0 adds the aborts that the control plane asked for: every rank applies them at the same step",
+        "openings are taken in before requests; rank 0 adds the aborts that the control plane asked for: every rank "
+        "applies them at the same step",
     ),
     Hook(
         "mem_cache.unified_radix_cache.UnifiedRadixCache.load_back",
@@ -169,7 +170,7 @@ HOOKS: tuple[Hook, ...] = (
         _SCHEDULER + "process_decode_queue",
         "hooks.rooms_decode:queues",
         "around",
-        "a decode rank hears acks and digests here, in each of its turns",
+        "a decode rank hears control plane and writers here, in each of its turns",
     ),
     Hook(
         _NIXL + "NixlKVReceiver.__init__",

@@ -24,7 +24,7 @@ from dsv4ctl.controlplane.config.schema import (
     PoliciesConfig,
     UnsafeConfig,
 )
-from dsv4ctl.controlplane.link.wire import Role
+from dsv4ctl.controlplane.link.wire import Query, Role
 from dsv4ctl.controlplane.scheduler.fleet import Engine, Rank
 from dsv4ctl.controlplane.supervisor.lines import MAX_LINE_BYTES, LineCutter, fields_of
 from dsv4ctl.controlplane.supervisor.loops import Loops
@@ -229,6 +229,27 @@ async def test_a_wedged_engine_that_gives_no_evidence_is_ended_all_the_same(tmp_
         await until(lambda: len(running.telemetry.of(Event.ENGINE_READY)) == 3)
         assert running.ranks["decode0"] is not first
         assert "stacks" not in running.telemetry.of(Event.ENGINE_EVIDENCE)[0]
+
+
+async def test_a_wedged_engine_is_asked_for_all_of_its_evidence_at_once(tmp_path: Path) -> None:
+    """A rank whose loop stands looks at its link a few times a second."""
+    async with stage(pair_config(tmp_path, limits=LimitsConfig(quarantine_max=4))) as running:
+        first = running.ranks["decode0"]
+        plain, asked = first._frame, list[Query]()
+
+        async def frame(found: Any) -> None:
+            if isinstance(found, Query):
+                asked.append(found)
+                for query in asked if len(asked) == 4 else ():
+                    await plain(query)
+            else:
+                await plain(found)
+
+        first._frame = frame  # type: ignore[method-assign]
+        first.quarantined = 5
+        await until(lambda: bool(running.telemetry.of(Event.ENGINE_EVIDENCE)))
+        assert {query.what for query in asked} == {"stacks", "rooms", "tickets", "evidence"}
+        assert "answer" in running.telemetry.of(Event.ENGINE_EVIDENCE)[0]["stacks"]
 
 
 async def test_a_paused_engine_is_named(tmp_path: Path) -> None:

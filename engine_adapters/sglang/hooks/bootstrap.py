@@ -61,7 +61,9 @@ def listen_beside(manager: Any) -> None:
 def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
     """Never returns."""
     while True:
-        _survive(here, manager.server_socket.recv_multipart(), handle)
+        parts = manager.server_socket.recv_multipart()
+        here.take_in()  # the room's opening, which was written before its request was sent to anybody
+        _survive(here, parts, handle)
 
 
 def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
@@ -83,7 +85,6 @@ def _survive(here: rank.Rank, parts: list[bytes], handle: Callable[[list[bytes]]
 
 def from_decode(manager: Any, here: rank.Rank, parts: list[bytes]) -> None:
     """One frame at a prefill rank. Raises for anything that it can't use."""
-    here.take_in()  # the room's opening, which was written before its request was sent to anybody
     parts, trailer = peers.split_trailer(parts)
     if trailer is None:
         raise ValueError(f"{len(parts)} parts beginning with {parts[0][:16]!r} of no rank of this control plane")

@@ -97,4 +97,4 @@ def query_is_answered_outside_of_the_loop(_: bool) -> None:
     made.rank.agent.handle = lambda frame: answered.put((frame, threading.current_thread().name))
     theirs.sendall(encode(Query(5, "rooms")))
     made.rank.attend()
-    assert answered.get(timeout=60) == (Query(5, "rooms"), "dsv4ctl-peers")
+    assert answered.get(timeout=60) == (Query(5, "rooms"), "dsv4ctl-queries")
