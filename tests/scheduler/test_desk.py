@@ -37,29 +37,35 @@ async def test_an_estimate_is_in_whole_pages_by_span() -> None:
     assert many == 10 * (2 * 8192 + 2 * 16384) + 2 * 4 * 32768 + 2 * 4096
 
 
+def _allocates_after(rank: FakeRank, held: anyio.Event) -> None:
+    """What it says of a room that it knows waits for `held`, and nothing else that it says."""
+    plain = rank.send
+
+    async def later(frame: Any) -> None:
+        await held.wait()
+        await plain(frame)
+
+    async def send(frame: Any) -> None:
+        if isinstance(frame, RoomReport) and frame.state is RoomState.ALLOCATED:
+            rank._start_soon(later, frame)
+        else:
+            await plain(frame)
+
+    rank.send = send  # type: ignore[method-assign]
+
+
 async def test_a_room_is_known_to_every_rank_before_its_request(tmp_path: Path) -> None:
     """With the ranks of one engine slow to allocate, no leg is sent."""
     held = anyio.Event()
-    waiting = anyio.Event()
 
     def slow(rank: FakeRank) -> None:
-        if rank.role.value != "decode":
-            return
-        plain = rank.send
-
-        async def send(frame: Any) -> None:
-            if isinstance(frame, RoomReport) and frame.state is RoomState.ALLOCATED:
-                waiting.set()
-                await held.wait()
-            await plain(frame)
-
-        rank.send = send  # type: ignore[method-assign]
+        if rank.role is Role.DECODE:
+            _allocates_after(rank, held)
 
     async with stage(pair_config(tmp_path), slow) as running:
         async with anyio.create_task_group() as tasks:
             tasks.start_soon(lambda: post(running, "/generate", ask()))
-            await waiting.wait()
-            await until(lambda: bool(running.log("prefill0", "open")))
+            await until(lambda: all(running.log(name, "open") for name in ("prefill0", "decode0")))
             await anyio.wait_all_tasks_blocked()
             assert running.log("prefill0", "leg") == []
             held.set()
@@ -72,20 +78,8 @@ async def test_the_request_of_ranks_in_order_follows_their_openings_at_once(tmp_
     asked = anyio.Event()
 
     def late(rank: FakeRank) -> None:
-        plain = rank.send
-        rank.in_order = others or rank.role.value == "decode"
-
-        async def send(frame: Any) -> None:
-            if isinstance(frame, RoomReport) and frame.state is RoomState.ALLOCATED:
-                rank._start_soon(later, frame)
-            else:
-                await plain(frame)
-
-        async def later(frame: Any) -> None:
-            await asked.wait()
-            await plain(frame)
-
-        rank.send = send  # type: ignore[method-assign]
+        rank.in_order = others or rank.role is Role.DECODE
+        _allocates_after(rank, asked)
 
     async with stage(pair_config(tmp_path), late) as running:
         async with anyio.create_task_group() as tasks:
