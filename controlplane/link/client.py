@@ -45,6 +45,8 @@ class LinkClient:
         self._socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM)
         self._early: list[ToRank] = []
         self._out: deque[bytes] = deque()
+        self._gathers: int | None = None  #: the thread whose frames wait for `flush`
+        self._gathered: list[bytes] = []
         self._writing = True  #: what a sender would write now could land inside a frame, or before the handshake
         self._closed = False
         self._taken_in = False  #: frames are, and no thread waits for them
@@ -81,26 +83,46 @@ class LinkClient:
                     return
                 self._handle(frames)
 
+    def gather(self) -> None:
+        """From here on, frames that the caller's thread sends wait for `flush`, by any thread, or another's frame."""
+        self._gathers = threading.get_ident()
+
+    def flush(self) -> None:
+        """Writes what was gathered, as `send` does."""
+        if self._gathered:
+            self._put(b"", gathers=False)
+
     def send(self, frame: ToControlPlane) -> None:
         """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
 
         Usually that is all of it: to wake a thread for it, and let that have the interpreter, would cost the caller
         more. Raises FrameError for a frame that is too long.
         """
-        data = encode(frame)
+        self._put(encode(frame), gathers=threading.get_ident() == self._gathers)
+
+    def _put(self, data: bytes, *, gathers: bool) -> None:
         with self._changed:
             full = len(self._out) >= MAX_QUEUED
             if not self._closed and not full:
-                left = data if self._writing or self._out else data[self._write_now(data) :]
-                if left:
-                    self._out.append(left)
-                    self._changed.notify()
+                self._gathered.append(data)
+                if not gathers:
+                    self._write_gathered()
         if full:
             self._end(f"{MAX_QUEUED} frames wait for a control plane that does not read")
+
+    def _write_gathered(self) -> None:
+        """Under the lock."""
+        data = b"".join(self._gathered)
+        self._gathered.clear()
+        left = data if self._writing or self._out else data[self._write_now(data) :]
+        if left:
+            self._out.append(left)
+            self._changed.notify()
 
     def close(self) -> None:
         """Ends both threads without a call of `lost`, once what was sent is written."""
         with self._changed:
+            self._write_gathered()
             self._closed = True
             self._changed.notify()
 
@@ -195,6 +217,7 @@ class LinkClient:
     def _end(self, why: str) -> None:
         with self._changed:
             first, self._closed = not self._closed, True
+            self._gathered.clear()
             self._out.clear()
             self._changed.notify()
         # Wakes the writer, if it waits for the peer to read, and the reader.

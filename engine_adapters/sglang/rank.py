@@ -52,6 +52,8 @@ from dsv4ctl.engine_adapters.sglang.rooms import Rooms
 from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
+#: How often a thread looks whether the loop goes on. Each time the loop waits for the interpreter.
+_LOOK_SECONDS = 1.0
 
 CONSUMERS = {
     Consumer.ATTENTION: "DeepSeekV4TokenToKVPool.get_extra_key_buffer, get_swa_key_buffer_radix: c4, c128, swa",
@@ -165,6 +167,9 @@ class Rank:
     # ---- life ----------------------------------------------------------------------------------------
 
     def connect(self) -> None:
+        """On the thread of the loop."""
+        if self.role is Role.DECODE:  # each report of a room would be a write, and wake the control plane
+            self._link.gather()
         self.thread("agent", self._serve)
 
     def _serve(self) -> None:
@@ -175,11 +180,14 @@ class Rank:
             return self.end(f"the control plane did not let this rank in: {error}")
         self._link.start(reads=False)
         self._due = time.monotonic()
+        goes_on = False
         while True:
             turns = self._turns
-            time.sleep(self._interval)
-            if self._turns == turns:  # and not because it is late: a process that was stopped goes on with its loop
+            time.sleep(_LOOK_SECONDS if goes_on else self._interval)
+            goes_on = self._turns != turns
+            if not goes_on:  # and not because it is late: a process that was stopped goes on with its loop
                 self._attend()
+                self.flush()
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
@@ -231,6 +239,10 @@ class Rank:
         """
         self._turns += 1
         self._attend()
+
+    def flush(self) -> None:
+        """Once in a turn of a decode loop: tells the control plane what gathered in it."""
+        self._link.flush()
 
     def _attend(self) -> None:
         if not self._attending.acquire(blocking=False):
@@ -317,6 +329,7 @@ class Rank:
         sys.stderr.write(f"dsv4ctl: {fault}\n{why}\n")  # at once: other ranks write there, too
         try:
             self.report()
+            self.flush()
         finally:
             self.end(fault)
 

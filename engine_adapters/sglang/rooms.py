@@ -16,7 +16,7 @@ from typing import Any
 import msgspec
 
 from dsv4ctl.controlplane.link.wire import OpenRoom, Role
-from dsv4ctl.controlplane.rooms.effects import Refusal
+from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
@@ -68,6 +68,7 @@ class Rooms:
         self._aborts: dict[int, None] = {}
         self._endpoints: dict[str, str] = {}
         self._aborts_lock = threading.Lock()
+        self.running: set[int] = set()  #: rooms with forwards: on a decode rank the first of each alone is counted
         self.address: tuple[bytes, bytes] = (b"", b"")  #: where this rank's SGLang socket listens: IP, port
         self.failed: Callable[[int, str], None] = lambda room, reason: None  #: marks it failed in SGLang's manager
 
@@ -102,6 +103,7 @@ class Rooms:
 
     def release(self, key: RoomKey) -> None:
         self._rooms.pop(key.room, None)
+        self.running.discard(key.room)
         if key.room not in self._requests:
             with self._aborts_lock:
                 self._aborts.pop(key.room, None)
@@ -146,11 +148,14 @@ class Rooms:
         room = self.find(number)
         if room is not None and self.apply(room, lambda half: half.forward_begin()):
             room.forwards += 1
+            self.running.add(room.key.room)
 
     def forward_end(self, number: int | None) -> None:
         room = self.find(number)
         if room is not None and room.forwards:
             room.forwards -= 1
+            if not room.forwards:
+                self.running.discard(room.key.room)
             self.apply(room, lambda half: half.forward_end())
 
     def left(self, number: int | None, finished: bool) -> None:
@@ -168,9 +173,12 @@ class Rooms:
     def landed(self, room: Room) -> None:
         """Everything of every writer is here, and is what they sealed."""
         room.verified = True
-        for peer in room.opening.peers:
-            self.apply(room, lambda half, peer=peer: half.landed(peer))  # type: ignore[misc]
-        self.apply(room, Reader.verified)
+
+        def verified(half: Reader) -> list[Effect]:
+            entered = [effect for peer in half.peers for effect in half.landed(peer)]
+            return [*entered, *half.verified()] if half.live else entered
+
+        self.apply(room, verified)
 
     def expose(self, room: Room, endpoints: Iterable[str], pages: Mapping[str, tuple[int, ...]]) -> bool:
         """The writers are about to be told where to write. False if the room is over."""

@@ -85,6 +85,35 @@ def test_a_frame_that_the_socket_takes_wakes_no_thread(plane: ControlPlane, monk
     rank.threads_end()
 
 
+def test_gathered_frames_go_out_together(plane: ControlPlane, monkeypatch: pytest.MonkeyPatch) -> None:
+    rank = connected(plane)
+    idle(rank)
+    writes: list[bytes] = []
+    monkeypatch.setattr(rank.client, "_write_now", lambda data: writes.append(data) or len(data))
+    rank.client.gather()
+    for seq in range(3):
+        rank.client.send(Received(seq))
+    assert not writes
+    rank.client.flush()
+    rank.client.flush()
+    assert writes == [b"".join(encode(Received(seq)) for seq in range(3))]
+    rank.client.close()
+    rank.threads_end()
+
+
+def test_the_frame_of_another_thread_follows_what_was_gathered(plane: ControlPlane) -> None:
+    rank = connected(plane)
+    rank.client.gather()
+    rank.client.send(Received(0))
+    other = threading.Thread(target=rank.client.send, args=(Received(1),))
+    other.start()
+    other.join(LIMIT)
+    rank.client.send(Received(2))
+    rank.client.close()  # what is gathered then is written, too
+    assert [plane.read().seq for _ in range(3)] == [0, 1, 2]
+    rank.threads_end()
+
+
 class Narrow:
     """A socket that takes `room` bytes at once; whoever waits to write more waits for `go`."""
 

@@ -53,9 +53,12 @@ def socket(stock: Any, receiver_class: Any, *args: Any, **kwargs: Any) -> Any:
 def queues(stock: Any, scheduler: Any) -> Any:
     """Once a turn, behind what all ranks agree on in it, and before it is looked at what arrived."""
     here = rank.here()
-    if here is not None:
-        here.attend()
-    return stock(scheduler)
+    if here is None:
+        return stock(scheduler)
+    here.attend()
+    answer = stock(scheduler)
+    here.flush()
+    return answer
 
 
 def expose(

@@ -100,12 +100,15 @@ def loop_reports_once_in_an_interval_and_a_thread_while_it_takes_no_turn(_: bool
             if now < 1.0 and now * 10 % 1 == 0:
                 made.rank.step()
             now = round(now + 0.05, 2)
-        if now > 2.2:
+        if now > 3.2:
             raise SystemExit
 
     times = _attended(made, sleep, lambda: now)
-    assert times["reported"] == [0.0, 0.3, 0.6, 0.9, 1.25, 1.5, 1.75, 2.0], times
-    assert times["heard"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.25, 1.5, 1.75, 2.0], times
+    # The thread looks at 0.25, 1.25 and 2.25: the latest that it can find out.
+    alone = [2.25, 2.5, 2.75, 3.0]
+    assert times["reported"] == [0.0, 0.3, 0.6, 0.9, *alone], times
+    assert times["heard"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, *alone], times
+    assert made.rank._link.flush.call_count == len(alone)
     assert made.rank._loops["agent"].runs == len(times["reported"])
 
 
@@ -126,7 +129,29 @@ def loop_of_a_process_that_was_stopped_reports_and_no_thread(_: bool) -> None:
 
     times = _attended(made, sleep, lambda: now)
     assert times["reported"] == of_loop, times
-    assert len(of_loop) == 10
+    assert len(of_loop) == 6
+    made.rank._link.flush.assert_not_called()
+
+
+@alone
+def decode_rank_tells_once_in_a_turn_what_happened_in_it(_: bool) -> None:
+    made = world(Role.DECODE, True)
+    link = made.rank._link = mock.Mock()
+    made.rank.thread = mock.Mock()
+    made.rank.connect()
+    link.gather.assert_called_once_with()
+    rooms_decode.queues(lambda scheduler: link.flush.assert_not_called(), made.scheduler)
+    link.flush.assert_called_once_with()
+
+
+@alone
+def prefill_rank_tells_at_once(_: bool) -> None:
+    """A turn of its loop lasts as long as a prompt."""
+    made = world(Role.PREFILL, True)
+    link = made.rank._link = mock.Mock()
+    made.rank.thread = mock.Mock()
+    made.rank.connect()
+    link.gather.assert_not_called()
 
 
 @alone
