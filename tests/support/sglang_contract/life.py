@@ -18,7 +18,7 @@ from sglang.srt.managers.io_struct import ContinueGenerationReqInput, PauseGener
 from dsv4ctl.controlplane.link.wire import LoopStatus, Role
 from dsv4ctl.controlplane.rooms.states import Cancellable
 from dsv4ctl.engine_adapters.sglang import rank, verify
-from dsv4ctl.engine_adapters.sglang.hooks import life
+from dsv4ctl.engine_adapters.sglang.hooks import life, rooms_decode
 from sglang_contract.checks import alone
 from sglang_contract.situations import loading, world
 from sglang_world import World
