@@ -3,7 +3,9 @@
 
 from __future__ import annotations
 
+import struct
 from collections import deque
+from contextlib import nullcontext
 from typing import NamedTuple
 
 import torch
@@ -34,6 +36,7 @@ _ANY_PAGE = 1 << 62
 _AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
 _ROWS = 4  # of a captured launch: a room's pages have one in each of three spaces, and up to 32 of a space two
 _LAUNCHES = 8  # that may be under way at once
+_MEMORY = 65_536  # digests that are handed out of one piece: to ask for pinned memory takes longer than to use it
 
 
 # No size and no count is an argument: any mix of pages by the same compiled kernel.
@@ -60,19 +63,19 @@ def _by_rows(spaces, number, most, rows, pages, *, at_page):
 class _Launch:
     """Up to `_ROWS` rows and their pages, and what digests them: captured, one room takes a host half the time.
 
-    `there`: until then the device reads what lies here.
+    `there`: until then the device reads what lies here, and writes to `memory`.
     """
 
     def __init__(self, spaces):
         gpu = spaces.device.type == "cuda"
         self._spaces = spaces
         self._listed = torch.zeros(_ROWS * (_ROW + _AT_ONCE), dtype=torch.int64, pin_memory=gpu)
-        self._array = self._listed.numpy()
+        self._array = self._listed.numpy().data.cast("B")
         self._on_device = torch.zeros_like(self._listed, device=spaces.device)
         self.there = torch.cuda.Event() if gpu else None
         self._begin()  # compiles
         self._begin_again = self._captured() if gpu else self._begin
-        self([], [])  # the first time takes longer
+        self([], [], None)  # the first time takes longer
 
     def _begin(self):
         self._on_device.copy_(self._listed, non_blocking=True)
@@ -85,15 +88,16 @@ class _Launch:
         graph.capture_end()
         return graph.replay
 
-    def __call__(self, rows, pages):
+    def __call__(self, rows, pages, memory):
         """`pages`: of each row a list."""
         if self.there is not None and not self.there.query():
             self.there.synchronize()
+        self.memory = memory
         listed = [number for row in rows for number in row]
         listed += [0] * (_ROWS * _ROW - len(listed))  # rows without a page
         for each in pages:
             listed += [*each, *[0] * (_AT_ONCE - len(each))]
-        self._array[: len(listed)] = listed
+        struct.pack_into(f"={len(listed)}q", self._array, 0, *listed)
         self._begin_again()
         if self.there is not None:
             self.there.record()
@@ -109,17 +113,16 @@ class PartsTriton:
     def __init__(self, spaces, stream):
         self._spaces = spaces
         self._stream = stream
+        self._memory, self._address, self._used = torch.empty(0, dtype=torch.int64), 0, 0
         if stream is not None:
             torch.cuda.synchronize(spaces.device)
-        with torch.cuda.stream(stream):
+        with self._on_stream():
             self._launches = deque(_Launch(spaces) for _ in range(_LAUNCHES))
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        size = sum(self._spaces.counts[space] * len(pages) for space, pages in parts)
-        memory = torch.empty(size, dtype=torch.int64, pin_memory=self._stream is not None)
         rows, lists = list[_Row](), []
-        place = memory.data_ptr()
+        memory, place = self._room_for(sum(self._spaces.counts[space] * len(pages) for space, pages in parts))
         for space, pages in parts:
             first, buffers = self._spaces.firsts[space], self._spaces.counts[space]
             for at in range(0, len(pages), _AT_ONCE):
@@ -128,12 +131,24 @@ class PartsTriton:
                 rows.append(_Row(first, buffers, begin, len(lists[-1]), place + 8 * at, 8 * len(pages), _ANY_PAGE))
             place += 8 * buffers * len(pages)
         there = None
-        with torch.cuda.stream(self._stream):
+        with self._on_stream():
             for at in range(0, len(rows), _ROWS):
                 self._launches.rotate(-1)
-                self._launches[-1](rows[at : at + _ROWS], lists[at : at + _ROWS])
+                self._launches[-1](rows[at : at + _ROWS], lists[at : at + _ROWS], memory)
                 there = self._launches[-1].there
         return memory, there
+
+    def _on_stream(self):
+        return nullcontext() if self._stream is None else self._stream
+
+    def _room_for(self, size):
+        """So much memory, and its address."""
+        if self._used + size > len(self._memory):
+            pinned = self._stream is not None
+            self._memory, self._used = torch.empty(max(size, _MEMORY), dtype=torch.int64, pin_memory=pinned), 0
+            self._address = self._memory.data_ptr()
+        begin, self._used = self._used, self._used + size
+        return self._memory[begin : self._used], self._address + 8 * begin
 
 
 def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:

@@ -69,6 +69,10 @@ class LinkClient:
             self._reader.start()
         self._taken_in = not reads
 
+    def fileno(self) -> int:
+        """Readable while `take_in` has something to do, but for what came with the handshake."""
+        return self._socket.fileno()
+
     def take_in(self) -> None:
         """Handles the frames that have arrived by now, once started. Never blocks; not for two threads at once."""
         if not self._taken_in:

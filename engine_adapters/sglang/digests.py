@@ -6,7 +6,6 @@ What pages have to be lies on the device and changes in stream order only: no ca
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
@@ -42,6 +41,8 @@ class Fetched:
         return self._values.numpy().view(np.uint64)
 
     def split(self, sizes: Sequence[int]) -> list[Fetched]:
+        if len(sizes) == 1:
+            return [self]
         return [Fetched(values, self._event, self._read) for values in self._values.split(sizes)]
 
 
@@ -120,7 +121,6 @@ class PageDigests:
         for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
             space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
-        self._landing: deque[Fetched] = deque()  #: in whose memory the device is still at work, wanted or not
         self._digest_parts = ops.digest_parts(self._buffers, self._beside)
         self._compile()
 
@@ -137,11 +137,8 @@ class PageDigests:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
         parts = [[(number, pages.get(name, ())) for name, number in self._numbers.items()] for pages in rooms]
         sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
-        while self._landing and self._landing[0].ready():
-            self._landing.popleft()
         values, there = self._digest_parts([part for room in parts for part in room])
-        self._landing.append(found := Fetched(values, there, ()))
-        return found.split(sizes)
+        return Fetched(values, there, ()).split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.
@@ -157,7 +154,7 @@ class PageDigests:
             return fetch(self._sealed[at])
 
     def _beside_forward(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+        return nullcontext() if self._beside is None else self._beside
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None

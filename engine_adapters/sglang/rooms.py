@@ -7,7 +7,7 @@ a record and has failed is held: its pages, its metadata slot and its place in S
 from __future__ import annotations
 
 import threading
-from collections import Counter
+from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from dataclasses import dataclass, field
@@ -64,7 +64,7 @@ class Rooms:
         self._role = role
         self._incarnation = incarnation
         self._rooms: dict[int, Room] = {}
-        self._requests: dict[int, str] = {}
+        self._requests: OrderedDict[int, str] = OrderedDict()  #: a dict finds its first key by way of those that left
         self._aborts: dict[int, None] = {}
         self._endpoints: dict[str, str] = {}
         self._aborts_lock = threading.Lock()
@@ -274,7 +274,7 @@ class Rooms:
         """SGLang's request `request` is that of the room."""
         self._requests[room] = request
         while len(self._requests) > _MAX_REQUESTS:
-            del self._requests[next(iter(self._requests))]
+            self._requests.popitem(last=False)
 
     def take_aborts(self) -> list[str]:
         """Requests to abort whose ids are known by now."""

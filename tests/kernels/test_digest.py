@@ -1,4 +1,5 @@
 import math
+import weakref
 from typing import Any
 
 import numpy as np
@@ -185,6 +186,26 @@ def test_a_launch_of_few_lists_repeats_none_of_those_before() -> None:
     for _ in range(len(digest_parts._launches)):
         digest_parts([(0, [2])])
     assert before.tolist() == [0] * 4
+
+
+def test_what_a_launch_writes_to_is_kept_until_the_launch_is_used_again() -> None:
+    spaces = SpaceBuffers([[pool(1, 1, 1)]])
+    digest_parts = PartsTriton(spaces, None)
+    written = [weakref.ref(digest_parts([(0, [1])])[0]) for _ in range(len(digest_parts._launches))]
+    for at in range(len(written)):
+        assert [one() is None for one in written] == [n < at for n in range(len(written))]
+        digest_parts([(0, [1])])
+
+
+def test_digests_of_one_piece_of_memory_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(digest_rows_triton, "_MEMORY", 10)
+    spaces = SpaceBuffers([[pool(1, 2, 1)]])
+    digest_parts = PartsTriton(spaces, None)
+    parts: list[Parts] = [[(0, pages)] for pages in ([0], [1, 2], [3, 2], [1], list(range(4)) * 3, [2])]
+    found = [digest_parts(part)[0] for part in parts]
+    assert [one.numpy().view(np.uint64).tolist() for one in found] == [by_numpy(spaces, part) for part in parts]
+    pieces = [one.untyped_storage().data_ptr() for one in found]
+    assert [pieces.index(piece) for piece in pieces] == [0, 0, 0, 3, 4, 5]
 
 
 def test_each_page_of_a_long_list_goes_to_its_place() -> None:

@@ -36,7 +36,7 @@ def listen(_: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     """Beside SGLang's manager of a decode rank, which does not read its socket itself."""
     if manager.disaggregation_mode == DisaggregationMode.DECODE:
         here = _bound(manager)
-        here.hears(lambda: take_in(manager, here, lambda parts: from_prefill(here, parts)))
+        here.hears(_readable(manager), lambda: take_in(manager, here, lambda parts: from_prefill(here, parts)))
 
 
 def listen_beside(manager: Any) -> None:
@@ -55,7 +55,7 @@ def listen_beside(manager: Any) -> None:
                 bootstrap_room=room, status=state, prefill_rank=prefill_rank, failure_reason=reason
             )
 
-    here.hears(lambda: take_in(manager, here, heard))
+    here.hears(_readable(manager), lambda: take_in(manager, here, heard))
 
 
 def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
@@ -66,11 +66,18 @@ def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) 
         _survive(here, parts, handle)
 
 
-def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
-    """What has arrived by now, or the first of it."""
+def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> bool:
+    """What has arrived by now, or the first of it: then True."""
     with suppress(zmq.Again):
         for _ in range(_AT_ONCE):
             _survive(here, manager.server_socket.recv_multipart(zmq.NOBLOCK), handle)
+        return True
+    return False
+
+
+def _readable(manager: Any) -> int:
+    """The socket's ZMQ_FD (zmq_getsockopt(3)): once read until there is nothing, it is readable when there is more."""
+    return int(manager.server_socket.getsockopt(zmq.FD))
 
 
 def _survive(here: rank.Rank, parts: list[bytes], handle: Callable[[list[bytes]], None]) -> None:

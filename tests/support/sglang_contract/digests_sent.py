@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import itertools
 from types import SimpleNamespace
 from typing import Any
 
@@ -23,7 +22,16 @@ from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 from sglang_contract.checks import alone, check
-from sglang_contract.situations import COUNTS, LANDING, acks, check_again, transfer_queue, turn, world
+from sglang_contract.situations import (
+    COUNTS,
+    LANDING,
+    acks,
+    check_again,
+    something_to_read,
+    transfer_queue,
+    turn,
+    world,
+)
 from sglang_world import LAYERS, PEER, STATE_TYPES, Manager, Queue, World, chunk
 
 COMPARED = sum(len(pages) * COUNTS[space] for space, pages in LANDING.items())
@@ -166,21 +174,6 @@ def rooms_that_arrive_together_have_each_its_own_digests(_: bool) -> None:
 
 
 @alone
-def what_the_device_still_writes_is_kept_wanted_or_not(_: bool) -> None:
-    found, done = World(Role.DECODE, (), "read").rank.digests, set[int]()
-    events = (SimpleNamespace(query=lambda at=at: at in done) for at in itertools.count())
-    found._landing.clear()
-    plain = found._digest_parts
-    found._digest_parts = lambda parts: (plain(parts)[0], next(events))
-    kept = []
-    for ended in ((), (), (0,), (), (1, 2, 3)):
-        done.update(ended)
-        found.landed([{"full": (3,)}])
-        kept.append(len(found._landing))
-    assert kept == [1, 2, 2, 3, 1], kept
-
-
-@alone
 def window_that_a_writer_did_not_send_is_a_verdict(_: bool) -> None:
     pair = _Pair(land_first=True)
     room = pair.decode.rank.rooms.find(7)
@@ -287,6 +280,6 @@ def commit_waits_for_the_digests(_: bool) -> None:
 @alone
 def digests_that_come_a_moment_after_the_bytes_are_heard_in_the_same_turn(_: bool) -> None:
     pair, room, told = _landed_untold()
-    pair.decode.rank.hears(lambda: room.told.update(told))
+    pair.decode.rank.hears(something_to_read(), lambda: bool(room.told.update(told)))
     turn(pair.queue)
     assert pair.decode.host.done == ["commit", 0], pair.decode.host.done

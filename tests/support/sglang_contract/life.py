@@ -20,7 +20,7 @@ from dsv4ctl.controlplane.rooms.states import Cancellable
 from dsv4ctl.engine_adapters.sglang import rank, verify
 from dsv4ctl.engine_adapters.sglang.hooks import life, rooms_decode
 from sglang_contract.checks import alone
-from sglang_contract.situations import loading, world
+from sglang_contract.situations import loading, something_to_read, world
 from sglang_world import World
 
 #: Our functions by target, once they are registered.
@@ -69,7 +69,8 @@ def _attended(made: Any, sleep: Any, clock: Any) -> dict[str, list[float]]:
     made.rank._hello = lambda url: None
     made.rank._link = mock.Mock(**{"connect.return_value": SimpleNamespace(progress_interval=0.25)})
     made.rank._link.take_in = lambda: did.append((clock(), "took in"))
-    made.rank.hears(lambda: did.append((clock(), "heard")))
+    made.rank._link.fileno.return_value = something_to_read()
+    made.rank.hears(something_to_read(), lambda: bool(did.append((clock(), "heard"))))
     made.rank.report = lambda: did.append((clock(), "reported"))
     made.rank.agent.tick = lambda: did.append((clock(), "agent"))
     made.rank.rooms.tick = lambda: did.append((clock(), "rooms"))

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import queue
+import select
 import socket
 import threading
 from types import SimpleNamespace
 from typing import Any
 
 from dsv4ctl.controlplane.link.codec import encode
-from dsv4ctl.controlplane.link.wire import OpenRoom, Query, Role
+from dsv4ctl.controlplane.link.wire import LoopStatus, OpenRoom, Query, Role
 from dsv4ctl.controlplane.rooms.states import RoomKey, RoomState
 from dsv4ctl.engine_adapters.sglang.hooks import agreement
 from sglang_contract.bootstrap_port import bootstrapped, destination
@@ -28,6 +29,7 @@ def _linked(role: Role) -> tuple[World, socket.socket]:
     link = made.rank._link
     link._socket.close()
     link._socket, link._taken_in, link._writing = ours, True, False
+    made.rank._sockets.register(link, select.EPOLLIN)
     return made, theirs
 
 
@@ -98,3 +100,15 @@ def query_is_answered_outside_of_the_loop(_: bool) -> None:
     theirs.sendall(encode(Query(5, "rooms")))
     made.rank.attend()
     assert answered.get(timeout=60) == (Query(5, "rooms"), "dsv4ctl-queries")
+
+
+@alone
+def what_came_with_the_handshake_is_taken_in_though_nothing_else_comes(_: bool) -> None:
+    made, _theirs = _linked(Role.DECODE)
+    made.rank._link._early = [OPENING]
+    made.rank.attend()
+    assert not made.rank.rooms.live(7)
+    made.rank._due, made.rank._loops["agent"] = 0.0, LoopStatus(0)
+    made.rank.report = lambda: None
+    made.rank.attend()
+    assert made.rank.rooms.live(7)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -29,6 +30,11 @@ def world(role: Role, hooked: bool, *off: str) -> World:
     if not hooked:
         rank._Process.rank = None
     return made
+
+
+def something_to_read() -> int:
+    """A file that there is always something to read of."""
+    return os.eventfd(1)
 
 
 def loading(made: World) -> tuple[int, ...]:
