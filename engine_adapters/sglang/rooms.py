@@ -103,7 +103,6 @@ class Rooms:
 
     def release(self, key: RoomKey) -> None:
         self._rooms.pop(key.room, None)
-        self.running.discard(key.room)
         if key.room not in self._requests:
             with self._aborts_lock:
                 self._aborts.pop(key.room, None)

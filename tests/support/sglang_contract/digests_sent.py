@@ -15,10 +15,10 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.common.utils import FastQueue
 from sglang.srt.disaggregation.nixl import conn
 
-from dsv4ctl.controlplane.link.wire import Role, RoomReport
+from dsv4ctl.controlplane.link.wire import OpenRoom, Role, RoomReport
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
 from dsv4ctl.engine_adapters.sglang import geometry, peers, rank
-from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, sender
+from dsv4ctl.engine_adapters.sglang.hooks import bootstrap, rooms_decode, sender
 from dsv4ctl.engine_adapters.sglang.peers import MARK
 from dsv4ctl.engine_adapters.sglang.rooms import Room
 from sglang_contract.checks import alone, check
@@ -171,6 +171,16 @@ def rooms_that_arrive_together_have_each_its_own_digests(_: bool) -> None:
     together = [found.get().tolist() for found in made.rank.digests.landed(rooms)]
     assert together == [made.rank.digests.landed([room])[0].get().tolist() for room in rooms]
     assert [len(values) for values in together] == [2 * 5 + 8 + 1, 5 + 2 * 8, 5]
+
+
+@alone
+def the_same_digests_of_other_pages_are_a_difference(_: bool) -> None:
+    digests, found = World(Role.DECODE, (), "read").rank.digests, np.arange(40, dtype="<u8")
+    room = Room(OpenRoom(RoomKey(7, 1), "request", None, "other", (PEER,), {"ack": 10.0}, "read"))
+    room.destination = {"full": (1,) * 8}
+    for pages, wrong in (({"full": 8}, []), ({"swa": 5}, [("full", -1, 0), ("swa", -1, 5)])):
+        told = peers.Digests(room.key, PEER, pages, found.tobytes())
+        assert sorted(rooms_decode._differences(digests, room, found, told)) == wrong
 
 
 @alone
