@@ -66,7 +66,10 @@ class Hooks(Protocol):
         """Quarantine the room's pages until `release`; returns how many, by space."""
 
     def query(self, what: str) -> Any:
-        """Answers a `Query` that is not the agent's own. Raises ValueError with the reason if it can't."""
+        """Answers a `Query` that is not the agent's own, without its lock: it may take long.
+
+        Raises ValueError with the reason if it can't.
+        """
 
 
 class UnknownRoomError(KeyError):
@@ -222,6 +225,9 @@ class Agent:
 
     def handle(self, frame: ToRank) -> None:
         """One frame of the link. A frame that can't be applied is counted and answered, never raised."""
+        if isinstance(frame, Query):
+            self._answer(frame)
+            return
         with self._lock:
             match frame:
                 case OpenRoom():
@@ -236,8 +242,6 @@ class Agent:
                         self._carry_out(key, half, half.fenced(frame.incarnation))
                 case SetGuards():
                     self._set_guards(frame.off)
-                case Query():
-                    self._answer(frame)
                 case _:
                     self.counters["unexpected_frames"] += 1
 

@@ -19,6 +19,8 @@ _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there be
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 #: A host name (RFC 1123, and `_`, which resolvers take) or an address.
 _HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?", re.ASCII)
+#: Seconds: of two ranks, one that stood is told from one that waits by which was heard of for half as long.
+_LEAST_WEDGE = 5.0
 _ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 
@@ -47,6 +49,7 @@ def semantic_problems(config: Config, facts: Facts) -> Iterator[Problem]:
     yield from _ports(config)
     yield from _policies(config.policies, facts)
     yield from _guards(config)
+    yield from _deadlines(config)
     for index, engine in enumerate(config.engines):
         yield from _engine(f"engines[{index}]", engine, facts)
 
@@ -155,6 +158,14 @@ def _guards(config: Config) -> Iterator[Problem]:
     for index, name in enumerate(config.unsafe.off):
         if name not in names:
             yield Problem(f"unsafe.off[{index}]", unknown("guard", name, names))
+
+
+def _deadlines(config: Config) -> Iterator[Problem]:
+    if config.deadlines.wedge < _LEAST_WEDGE and any(engine.adapter == "sglang" for engine in config.engines):
+        text = (
+            f"at least {_LEAST_WEDGE} s with an sglang engine, whose scheduler is not silent before it stood for 2.5 s"
+        )
+        yield Problem("deadlines.wedge", expected(text, config.deadlines.wedge))
 
 
 def _engine(at: str, engine: EngineConfig, facts: Facts) -> Iterator[Problem]:

@@ -272,6 +272,20 @@ def test_queries_are_answered_or_refused_with_the_reason(decode: SmallAgent) -> 
     assert nonsense == Answer(3, None, "unknown query 'nonsense'")
 
 
+def test_a_long_answer_keeps_nobody_waiting(decode: SmallAgent) -> None:
+    decode.open()
+
+    def query(what: str) -> str:
+        other = threading.Thread(target=decode.current, args=(7,), daemon=True)
+        other.start()
+        other.join(10.0)
+        return "waits" if other.is_alive() else "goes on"
+
+    decode.noted.query = query  # type: ignore[method-assign]
+    decode.handle(Query(1, "stacks"))
+    assert decode.sent[-1] == Answer(1, "goes on")
+
+
 @pytest.mark.parametrize("error", [FrameError("Answer is 17000000 bytes"), TypeError("no such type")])
 def test_an_answer_that_no_frame_can_carry_is_refused_and_the_link_lives(decode: SmallAgent, error: Exception) -> None:
     sent: list[Any] = []
