@@ -154,7 +154,7 @@ class PageDigests:
             return fetch(self._sealed[at])
 
     def _beside_forward(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._beside is None else self._beside
+        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None

@@ -1,5 +1,7 @@
 import math
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import numpy as np
@@ -188,13 +190,43 @@ def test_a_launch_of_few_lists_repeats_none_of_those_before() -> None:
     assert before.tolist() == [0] * 4
 
 
-def test_what_a_launch_writes_to_is_kept_until_the_launch_is_used_again() -> None:
+def test_what_a_launch_writes_to_lives_until_it_is_over_wanted_or_not() -> None:
+    """On a device that is never done before it is waited for, and on its stream."""
     spaces = SpaceBuffers([[pool(1, 1, 1)]])
     digest_parts = PartsTriton(spaces, None)
-    written = [weakref.ref(digest_parts([(0, [1])])[0]) for _ in range(len(digest_parts._launches))]
-    for at in range(len(written)):
-        assert [one() is None for one in written] == [n < at for n in range(len(written))]
-        digest_parts([(0, [1])])
+    on_stream, waited = list[None](), list[bool]()
+
+    class Event:
+        def __init__(self, launch: Any) -> None:
+            self.launch, self.begin = launch, launch._begin_again
+            launch._begin_again = self.begun
+
+        def begun(self) -> None:
+            assert on_stream
+            self.begin()
+
+        def record(self) -> None:
+            assert on_stream
+            self.written = weakref.ref(self.launch.memory)
+
+        def query(self) -> bool:
+            return not hasattr(self, "written")
+
+        def synchronize(self) -> None:
+            waited.append(self.written() is not None)
+
+    @contextmanager
+    def stream() -> Iterator[None]:
+        on_stream.append(None)
+        yield
+        on_stream.pop()
+
+    digest_parts._on_stream = stream
+    for launch in digest_parts._launches:
+        launch.there = Event(launch)
+    for _ in range(len(digest_parts._launches)):
+        digest_parts([(0, [1] * 65)])  # two launches each
+    assert waited == [True] * len(digest_parts._launches)
 
 
 def test_digests_of_one_piece_of_memory_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
