@@ -19,8 +19,9 @@ _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there be
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 #: A host name (RFC 1123, and `_`, which resolvers take) or an address.
 _HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?", re.ASCII)
-#: Seconds: of two ranks, one that stood is told from one that waits by which was heard of for half as long.
-_LEAST_WEDGE = 5.0
+#: Of two ranks of which one stands, it is the one that is not heard of for half of `wedge`; a decode rank that hears of
+#: an abort late names its writer after three quarters of `ack`, before its control plane guesses.
+_LEAST_SECONDS = {"wedge": 3.0, "ack": 4.0}
 _ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 
@@ -161,11 +162,13 @@ def _guards(config: Config) -> Iterator[Problem]:
 
 
 def _deadlines(config: Config) -> Iterator[Problem]:
-    if config.deadlines.wedge < _LEAST_WEDGE and any(engine.adapter == "sglang" for engine in config.engines):
-        text = (
-            f"at least {_LEAST_WEDGE} s with an sglang engine, whose scheduler is not silent before it stood for 2.5 s"
-        )
-        yield Problem("deadlines.wedge", expected(text, config.deadlines.wedge))
+    if not any(engine.adapter == "sglang" for engine in config.engines):
+        return
+    for name, least in _LEAST_SECONDS.items():
+        found = getattr(config.deadlines, name)
+        if found < least:
+            text = f"at least {least} s with an sglang engine, whose scheduler hears and is heard of a second late"
+            yield Problem(f"deadlines.{name}", expected(text, found))
 
 
 def _engine(at: str, engine: EngineConfig, facts: Facts) -> Iterator[Problem]:

@@ -94,7 +94,8 @@ class LinkClient:
     def flush(self) -> None:
         """Writes what was gathered, as `send` does."""
         if self._gathered:
-            self._put(b"", gathers=False)
+            with self._changed:
+                self._write_gathered()
 
     def send(self, frame: ToControlPlane) -> None:
         """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
@@ -106,7 +107,7 @@ class LinkClient:
 
     def _put(self, data: bytes, *, gathers: bool) -> None:
         with self._changed:
-            full = len(self._out) >= MAX_QUEUED
+            full = len(self._out) + len(self._gathered) >= MAX_QUEUED
             if not self._closed and not full:
                 self._gathered.append(data)
                 if not gathers:
@@ -116,11 +117,13 @@ class LinkClient:
 
     def _write_gathered(self) -> None:
         """Under the lock."""
-        data = b"".join(self._gathered)
-        self._gathered.clear()
-        left = data if self._writing or self._out else data[self._write_now(data) :]
-        if left:
-            self._out.append(left)
+        frames, self._gathered = self._gathered, []
+        if not (self._writing or self._out):
+            data = b"".join(frames)
+            left = data[self._write_now(data) :]
+            frames = [left] if left else []
+        if frames:
+            self._out.extend(frames)
             self._changed.notify()
 
     def close(self) -> None:

@@ -74,8 +74,8 @@ def judge_engine(ranks: Mapping[int, History], now: float, wedge: float) -> Verd
     for number, (_, report) in known.items():
         if dead_loop(report) is not None:
             return Verdict(State.WEDGED, f"rank {number}: {dead_loop(report)}")
-    # Of ranks that stand, one may be heard of 2.5 s after the other: whoever is at fault stands nearly as long as who
-    # was found.
+    # Of ranks that stand, one may be heard of a second after the other: whoever is at fault stands nearly as long as
+    # who was found.
     behind = _behind(ranks, now, wedge / 2)
     quiet, (heard, _) = min(known.items(), key=lambda item: item[1][0])
     if now - heard >= wedge / 2:

@@ -53,8 +53,9 @@ from dsv4ctl.engine_adapters.sglang.rooms import Rooms
 from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
-#: How often a thread looks whether the loop goes on. Each time the loop waits for the interpreter.
-_LOOK_SECONDS = 1.0
+#: How often a thread looks whether the loop goes on. Each time the loop waits for the interpreter. With an interval of
+#: progress reports beyond it, all that a loop that stands should hear or tell is heard and told within a second.
+_LOOK_SECONDS = 0.5
 
 CONSUMERS = {
     Consumer.ATTENTION: "DeepSeekV4TokenToKVPool.get_extra_key_buffer, get_swa_key_buffer_radix: c4, c128, swa",
@@ -104,7 +105,7 @@ class Rank:
         self._more = False  #: of what was heard, some may be left
         self._attending = threading.Lock()
         self._interval, self._due = 0.0, math.inf  #: of progress reports
-        self._turns = 0  #: in which the loop attended
+        self._turned = 0.0  #: when the loop attended last
         self._link = LinkClient(launch.link, self._on_frame, self._on_bad_frame, self._link_lost)
         self.rooms = Rooms(self.role, self.incarnation)
         self.agent = Agent(self.role, self.incarnation, self.gate, self.rooms, self._link.send, time.monotonic)
@@ -184,14 +185,15 @@ class Rank:
         self._link.start(reads=False)
         self._sockets.register(self._link, select.EPOLLIN)
         self._due = time.monotonic()
-        goes_on = False
+        pause = self._interval
         while True:
-            turns = self._turns
-            time.sleep(_LOOK_SECONDS if goes_on else self._interval)
-            goes_on = self._turns != turns
-            if not goes_on:  # and not because it is late: a process that was stopped goes on with its loop
+            turned = self._turned
+            time.sleep(pause)
+            if self._turned == turned:  # and not because it is late: a process that was stopped goes on with its loop
                 self._attend()
                 self.flush()
+            stands = time.monotonic() - self._turned > self._interval
+            pause = self._interval if stands else _LOOK_SECONDS
 
     def _hello(self, url: str) -> Hello:
         arguments = self.scheduler.server_args
@@ -245,7 +247,7 @@ class Rank:
 
         A thread of ours does it while the loop takes no turn. What it raises ends the engine.
         """
-        self._turns += 1
+        self._turned = time.monotonic()
         self._attend()
 
     def flush(self) -> None:

@@ -68,7 +68,6 @@ class Rooms:
         self._aborts: dict[int, None] = {}
         self._endpoints: dict[str, str] = {}
         self._aborts_lock = threading.Lock()
-        self.running: set[int] = set()  #: rooms with forwards: on a decode rank the first of each alone is counted
         self.address: tuple[bytes, bytes] = (b"", b"")  #: where this rank's SGLang socket listens: IP, port
         self.failed: Callable[[int, str], None] = lambda room, reason: None  #: marks it failed in SGLang's manager
 
@@ -147,14 +146,11 @@ class Rooms:
         room = self.find(number)
         if room is not None and self.apply(room, lambda half: half.forward_begin()):
             room.forwards += 1
-            self.running.add(room.key.room)
 
     def forward_end(self, number: int | None) -> None:
         room = self.find(number)
         if room is not None and room.forwards:
             room.forwards -= 1
-            if not room.forwards:
-                self.running.discard(room.key.room)
             self.apply(room, lambda half: half.forward_end())
 
     def left(self, number: int | None, finished: bool) -> None:

@@ -185,11 +185,12 @@ def test_values_that_cannot_work_together(text: str, message: str) -> None:
     assert found.startswith(f"cluster.toml: {message}")
 
 
-def test_a_scheduler_that_stands_is_given_the_time_to_say_so() -> None:
-    sglang, short = PAIR + "adapter = 'sglang'", "cluster.toml: deadlines.wedge: expected at least 5.0 s with an sglang"
-    assert any(line.startswith(short) for line in refused("deadlines.wedge = 4.9\n" + sglang))
-    assert not any(line.startswith(short) for line in refused("deadlines.wedge = 5\n" + sglang))
-    parse("deadlines.wedge = 1\n" + PAIR, "cluster.toml", FACTS)
+@pytest.mark.parametrize(("name", "least"), [("wedge", 3), ("ack", 4)])
+def test_a_scheduler_that_stands_is_given_the_time_to_say_so(name: str, least: int) -> None:
+    sglang, short = PAIR + "adapter = 'sglang'", f"cluster.toml: deadlines.{name}: expected at least {least}.0 s with"
+    assert any(line.startswith(short) for line in refused(f"deadlines.{name} = {least - 0.1}\n{sglang}"))
+    assert not any(line.startswith(short) for line in refused(f"deadlines.{name} = {least}\n{sglang}"))
+    parse(f"deadlines.{name} = 0.5\n{PAIR}", "cluster.toml", FACTS)
 
 
 def test_ports_on_other_hosts_or_chosen_freely_do_not_overlap() -> None:

@@ -284,6 +284,23 @@ def test_a_control_plane_that_stops_reading_loses_the_link_not_our_memory(
     assert rank.lost.empty()
 
 
+@pytest.mark.parametrize("together", [1, 10, 1000])
+def test_frames_count_one_by_one_however_they_were_gathered(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, together: int
+) -> None:
+    monkeypatch.setattr(client_module, "MAX_QUEUED", 100)
+    rank = Rank(str(tmp_path / "none"))
+    rank.client.gather()
+    sent = 0
+    while rank.lost.empty():  # nobody writes them yet
+        rank.client.send(Received(sent))
+        sent += 1
+        if sent % together == 0:
+            rank.client.flush()
+    assert sent == 101
+    rank.client._socket.close()
+
+
 def test_frames_that_no_thread_waits_for_are_taken_in(plane: ControlPlane) -> None:
     rank = Rank(plane.path)
     thread = threading.Thread(target=plane.accept, args=(Welcome(WIRE_VERSION, 0.5), Fenced("P-1")))

@@ -7,6 +7,7 @@ import gc
 import os
 import pkgutil
 import sys
+from itertools import pairwise
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -91,27 +92,36 @@ def _attended(made: Any, sleep: Any, clock: Any) -> dict[str, list[float]]:
 
 @alone
 def loop_reports_once_in_an_interval_and_a_thread_while_it_takes_no_turn(_: bool) -> None:
+    for last in (0.1, 0.2, 0.3, 0.5, 0.6, 0.7, 0.8, 0.9):
+        times, flushed, slept = _stands_after(last)
+        alone = [at for at in times["reported"] if at > last]
+        assert last + 0.25 <= alone[0] <= last + 0.75, (last, times)
+        assert [round(after - at, 2) for at, after in pairwise(alone)] == [0.25] * (len(alone) - 1), (last, times)
+        assert times["reported"][: -len(alone)] == [at for at in (0.0, 0.3, 0.6, 0.9) if at <= last], (last, times)
+        turns = [at / 10 for at in range(round(last * 10) + 1)]
+        assert times["heard"] == [*turns, *alone], (last, times)
+        assert flushed == len(alone)
+    assert slept[:4] == [0.25, 0.5, 0.5, 0.25], "a loop that goes on is looked at twice a second"
+
+
+def _stands_after(last: float) -> tuple[dict[str, list[float]], int, list[float]]:
+    """Of a loop that takes a turn each 0.1 s, and none after that one; how often its thread flushed; how it slept."""
     made = World(Role.PREFILL)
-    now = 0.0
+    now, slept = 0.0, list[float]()
 
     def sleep(seconds: float) -> None:
-        """The thread's: meanwhile the loop takes a turn each 0.1 s, until it stands still at second 1."""
+        """The thread's."""
         nonlocal now
+        slept.append(seconds)
         until = now + seconds
         while now < until - 1e-9:
-            if now < 1.0 and now * 10 % 1 == 0:
+            if now <= last and now * 10 % 1 == 0:
                 made.rank.step()
             now = round(now + 0.05, 2)
-        if now > 3.2:
+        if now > 2.2:
             raise SystemExit
 
-    times = _attended(made, sleep, lambda: now)
-    # The thread looks at 0.25, 1.25 and 2.25: the latest that it can find out.
-    alone = [2.25, 2.5, 2.75, 3.0]
-    assert times["reported"] == [0.0, 0.3, 0.6, 0.9, *alone], times
-    assert times["heard"] == [0.0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, *alone], times
-    assert made.rank._link.flush.call_count == len(alone)
-    assert made.rank._loops["agent"].runs == len(times["reported"])
+    return _attended(made, sleep, lambda: now), made.rank._link.flush.call_count, slept
 
 
 @alone
@@ -131,7 +141,7 @@ def loop_of_a_process_that_was_stopped_reports_and_no_thread(_: bool) -> None:
 
     times = _attended(made, sleep, lambda: now)
     assert times["reported"] == of_loop, times
-    assert len(of_loop) == 6
+    assert len(of_loop) == 10
     made.rank._link.flush.assert_not_called()
 
 

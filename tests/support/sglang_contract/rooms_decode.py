@@ -11,7 +11,6 @@ from sglang.srt.disaggregation.nixl import conn
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
-from dsv4ctl.engine_adapters.sglang.hooks import life
 from sglang_contract.checks import alone, check, needs
 from sglang_contract.situations import LANDING, exposed, transfer_queue, turn, world
 from sglang_world import PEER, Manager
@@ -117,20 +116,3 @@ def room_that_is_aborted_as_it_lands_quiesces(_: bool) -> None:
     assert made.states(key)[-1] is RoomState.QUIESCING
     made.rank.rooms.landed(made.rank.rooms.find(7))
     assert made.states(key)[-1] is RoomState.ABORTED
-
-
-@alone
-def forward_of_a_room_ends_with_its_result(_: bool) -> None:
-    made = world(Role.DECODE, True)
-    key = exposed(made)
-    room = made.rank.rooms.find(7)
-    made.rank.rooms.landed(room)
-    made.rank.rooms.forward_begin(7)
-    made.abort(key)
-    made.rank.agent.peer_ack(key, PEER, Quiet.QUIET)
-    for state in (RoomState.QUIESCING, RoomState.ABORTED, RoomState.ABORTED):
-        assert made.states(key)[-1] is state
-        life.batch_result(
-            lambda *_: None, made.scheduler, SimpleNamespace(reqs=[SimpleNamespace(bootstrap_room=7)]), None
-        )
-    assert not made.rank.rooms.running

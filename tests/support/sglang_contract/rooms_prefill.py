@@ -13,7 +13,8 @@ from sglang.srt.disaggregation.nixl import conn
 from sglang.srt.managers.io_struct import AbortReq
 
 from dsv4ctl.controlplane.link.wire import Role
-from dsv4ctl.engine_adapters.sglang.hooks import rooms_prefill, sender
+from dsv4ctl.controlplane.rooms.states import RoomState
+from dsv4ctl.engine_adapters.sglang.hooks import life, rooms_prefill, sender
 from sglang_contract.checks import alone, check
 from sglang_contract.situations import world
 from sglang_world import Manager, Queue, chunk
@@ -99,3 +100,17 @@ def aborted_waiting_request_leaves_nothing_behind(hooked: bool) -> None:
     rooms_prefill.abort_request(drop, scheduler, order)
     assert not manager.request_status, "the room's status stays for ever"
     assert not manager.transfer_infos
+
+
+@alone
+def forward_holds_an_aborted_room_until_its_result(_: bool) -> None:
+    made = world(Role.PREFILL, True)
+    key = made.open()
+    batch = SimpleNamespace(
+        reqs=[SimpleNamespace(bootstrap_room=7)], forward_mode=SimpleNamespace(is_extend=lambda: True)
+    )
+    life.run_batch(lambda *_: None, made.scheduler, batch)
+    made.abort(key)
+    for state in (RoomState.QUIESCING, RoomState.ABORTED, RoomState.ABORTED):
+        assert made.states(key)[-1] is state
+        life.batch_result(lambda *_: None, made.scheduler, batch, None)
