@@ -70,7 +70,7 @@ class _Launch:
         gpu = spaces.device.type == "cuda"
         self._spaces = spaces
         self._listed = torch.zeros(_ROWS * (_ROW + _AT_ONCE), dtype=torch.int64, pin_memory=gpu)
-        self._array = self._listed.numpy().data.cast("B")
+        self._bytes = self._listed.numpy().data.cast("B")
         self._on_device = torch.zeros_like(self._listed, device=spaces.device)
         self.there = torch.cuda.Event() if gpu else None
         self._begin()  # compiles
@@ -97,7 +97,7 @@ class _Launch:
         listed += [0] * (_ROWS * _ROW - len(listed))  # rows without a page
         for each in pages:
             listed += [*each, *[0] * (_AT_ONCE - len(each))]
-        struct.pack_into(f"={len(listed)}q", self._array, 0, *listed)
+        struct.pack_into(f"={len(listed)}q", self._bytes, 0, *listed)
         self._begin_again()
         if self.there is not None:
             self.there.record()

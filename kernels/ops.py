@@ -129,7 +129,8 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
 def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
     """What digests parts: on a GPU on `stream`, not the default one. Compiles, and captures launches there.
 
-    Not to be called by two threads at once, nor on `stream`. What a call returns lives until its event, wanted or not.
+    Not to be called by two threads at once, nor while `stream` is entered: it is entered once at a time.
+    What a call returns lives until its event, wanted or not.
     """
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_rows_triton import PartsTriton

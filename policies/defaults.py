@@ -37,7 +37,7 @@ DEFAULTS: dict[str, Default] = {
             "deadlines.ack",
             5.0,
             "s",
-            "a write in flight ends in milliseconds: no ack by then means unknown; with SGLang at least 4",
+            "a write in flight ends in milliseconds: no ack by then means unknown; with SGLang at least 5",
         ),
         Default("deadlines.fence", 5.0, "s", "a killed process is reaped in milliseconds, a large one in seconds"),
         Default("deadlines.drain", 30.0, "s", "one budget for everything, below the usual kill delay of a manager"),

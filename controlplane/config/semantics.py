@@ -19,9 +19,9 @@ _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there be
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 #: A host name (RFC 1123, and `_`, which resolvers take) or an address.
 _HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?", re.ASCII)
-#: Of two ranks of which one stands, it is the one that is not heard of for half of `wedge`; a decode rank that hears of
-#: an abort late names its writer after three quarters of `ack`, before its control plane guesses.
-_LEAST_SECONDS = {"wedge": 3.0, "ack": 4.0}
+#: Of two ranks, the one at fault is the one that is not heard of for half of `wedge`. A decode rank that hears of an
+#: abort late names its writer three quarters of `ack` after that, and before its control plane guesses.
+_LEAST_SECONDS = {"wedge": 3.0, "ack": 5.0}
 _ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 

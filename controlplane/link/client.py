@@ -88,24 +88,24 @@ class LinkClient:
                 self._handle(frames)
 
     def gather(self) -> None:
-        """From here on, frames that the caller's thread sends wait for `flush`, by any thread, or another's frame."""
+        """From here on, what the caller's thread sends waits until any calls `flush`, or another sends something.
+
+        `close` writes it too.
+        """
         self._gathers = threading.get_ident()
 
     def flush(self) -> None:
         """Writes what was gathered, as `send` does."""
-        if self._gathered:
-            with self._changed:
-                self._write_gathered()
+        with self._changed:
+            self._write_gathered()
 
     def send(self, frame: ToControlPlane) -> None:
-        """Writes what the socket takes and queues the rest; never blocks. On a lost link it goes nowhere.
+        """Writes what the socket takes and queues the rest, or see `gather`; never blocks. A lost link takes nothing.
 
         Usually that is all of it: to wake a thread for it, and let that have the interpreter, would cost the caller
         more. Raises FrameError for a frame that is too long.
         """
-        self._put(encode(frame), gathers=threading.get_ident() == self._gathers)
-
-    def _put(self, data: bytes, *, gathers: bool) -> None:
+        data, gathers = encode(frame), threading.get_ident() == self._gathers
         with self._changed:
             full = len(self._out) + len(self._gathered) >= MAX_QUEUED
             if not self._closed and not full:
@@ -117,6 +117,8 @@ class LinkClient:
 
     def _write_gathered(self) -> None:
         """Under the lock."""
+        if not self._gathered:
+            return
         frames, self._gathered = self._gathered, []
         if not (self._writing or self._out):
             data = b"".join(frames)

@@ -145,7 +145,7 @@ class Quarantined(msgspec.Struct, tag=True, frozen=True):
 
 
 class Progress(msgspec.Struct, tag=True, frozen=True):
-    """Sent about once in a `progress_interval`, within a second of a loop that stands, and at once when one dies."""
+    """Sent about once in a `progress_interval`; if a loop stands, within a second; at once if it dies."""
 
     steps: int  #: forward steps since start
     work: int  #: what the rank could go on with by itself, 0 while it is paused: not requests that wait for a peer

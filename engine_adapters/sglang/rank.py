@@ -53,8 +53,8 @@ from dsv4ctl.engine_adapters.sglang.rooms import Rooms
 from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
-#: How often a thread looks whether the loop goes on. Each time the loop waits for the interpreter. With an interval of
-#: progress reports beyond it, all that a loop that stands should hear or tell is heard and told within a second.
+#: How often a thread looks whether the loop goes on. Each time the loop waits for the interpreter. This and an interval
+#: of progress reports (0.25 s) after its last turn, what a loop that stands should hear or tell is heard and told.
 _LOOK_SECONDS = 0.5
 
 CONSUMERS = {
@@ -189,7 +189,7 @@ class Rank:
         while True:
             turned = self._turned
             time.sleep(pause)
-            if self._turned == turned:  # and not because it is late: a process that was stopped goes on with its loop
+            if self._turned == turned:  # and the thread is not just late: in a process that was stopped both are
                 self._attend()
                 self.flush()
             stands = time.monotonic() - self._turned > self._interval
@@ -251,7 +251,7 @@ class Rank:
         self._attend()
 
     def flush(self) -> None:
-        """Once in a turn of a decode loop: tells the control plane what gathered in it."""
+        """Tells the control plane what gathered: in a decode loop once in a turn, behind all that is done in it."""
         self._link.flush()
 
     def _attend(self) -> None:

@@ -36,7 +36,7 @@ def listen(_: Any, manager: Any, *args: Any, **kwargs: Any) -> None:
     """Beside SGLang's manager of a decode rank, which does not read its socket itself."""
     if manager.disaggregation_mode == DisaggregationMode.DECODE:
         here = _bound(manager)
-        here.hears(_readable(manager), lambda: take_in(manager, here, lambda parts: from_prefill(here, parts)))
+        _hears(manager, here, lambda parts: from_prefill(here, parts))
 
 
 def listen_beside(manager: Any) -> None:
@@ -55,7 +55,7 @@ def listen_beside(manager: Any) -> None:
                 bootstrap_room=room, status=state, prefill_rank=prefill_rank, failure_reason=reason
             )
 
-    here.hears(_readable(manager), lambda: take_in(manager, here, heard))
+    _hears(manager, here, heard)
 
 
 def serve(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
@@ -75,9 +75,9 @@ def take_in(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]
     return False
 
 
-def _readable(manager: Any) -> int:
-    """The socket's ZMQ_FD (zmq_getsockopt(3)): once read until there is nothing, it is readable when there is more."""
-    return int(manager.server_socket.getsockopt(zmq.FD))
+def _hears(manager: Any, here: rank.Rank, handle: Callable[[list[bytes]], None]) -> None:
+    """By ZMQ_FD (zmq_getsockopt(3)): once the socket was read until it had nothing, that is readable if it has more."""
+    here.hears(manager.server_socket.getsockopt(zmq.FD), lambda: take_in(manager, here, handle))
 
 
 def _survive(here: rank.Rank, parts: list[bytes], handle: Callable[[list[bytes]], None]) -> None:
