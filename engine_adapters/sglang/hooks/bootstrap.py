@@ -16,6 +16,7 @@ from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl.conn import GUARD, KVArgsRegisterInfo, TransferInfo
 from sglang.srt.disaggregation.utils import DisaggregationMode
 
+from dsv4ctl.controlplane.link.url import url
 from dsv4ctl.controlplane.rooms.states import RoomKey
 from dsv4ctl.engine_adapters.sglang import peers, rank
 from dsv4ctl.engine_adapters.sglang.peers import Trailer
@@ -161,5 +162,4 @@ def _bound(manager: Any) -> rank.Rank:
 
 
 def _endpoint(ip: bytes, port: bytes) -> str:
-    host = ip.decode("ascii")
-    return f"tcp://[{host}]:{int(port)}" if ":" in host else f"tcp://{host}:{int(port)}"
+    return url("tcp", ip.decode("ascii"), int(port))

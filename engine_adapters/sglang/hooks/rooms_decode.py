@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import math
 import time
 from typing import Any
@@ -10,8 +9,8 @@ from typing import Any
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.utils import FAKE_BOOTSTRAP_HOST
 from sglang.srt.managers.schedule_batch import FINISH_ABORT
-from sglang.srt.utils.network import NetworkAddress
 
+from dsv4ctl.controlplane.link.url import url
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
@@ -70,7 +69,7 @@ def expose(
         return stock(receiver, kv_indices, slot, state_indices, *args, **kwargs)
     room = here.rooms.find(receiver.bootstrap_room)
     infos = receiver.bootstrap_infos or ()
-    endpoints = [_endpoint(info["rank_ip"], info["rank_port"]) for info in infos]
+    endpoints = [url("tcp", info["rank_ip"], info["rank_port"]) for info in infos]
     pages = {
         "full": tuple(kv_indices.tolist()),
         **state_pages(receiver.kv_mgr.kv_args.state_types, state_indices),
@@ -80,11 +79,6 @@ def expose(
         receiver.kv_mgr.update_status(receiver.bootstrap_room, KVPoll.Failed)
         return None
     return stock(receiver, kv_indices, slot, state_indices, *args, **kwargs)
-
-
-@functools.cache
-def _endpoint(ip: str, port: int) -> str:
-    return str(NetworkAddress(ip, port).to_tcp())
 
 
 def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, *args: Any) -> Any:

@@ -8,7 +8,9 @@ from typing import Any
 import numpy as np
 from sglang.srt.disaggregation.base import KVPoll
 from sglang.srt.disaggregation.nixl import conn
+from sglang.srt.utils.network import NetworkAddress
 
+from dsv4ctl.controlplane.link.url import url
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
 from sglang_contract.checks import alone, check, needs
@@ -116,3 +118,9 @@ def room_that_is_aborted_as_it_lands_quiesces(_: bool) -> None:
     assert made.states(key)[-1] is RoomState.QUIESCING
     made.rank.rooms.landed(made.rank.rooms.find(7))
     assert made.states(key)[-1] is RoomState.ABORTED
+
+
+@alone
+def writers_listen_where_sglang_says(_: bool) -> None:
+    for ip in ("127.0.0.1", "node-1", "fd00::7", "[fd00::7]", "fe80::7%eth0"):
+        assert url("tcp", ip, 5) == NetworkAddress(ip, 5).to_tcp()
