@@ -57,6 +57,9 @@ class Adapter(Protocol):
         The table has the keys and types of the schema; whoever launches an engine has asked first.
         """
 
+    def least_deadlines(self) -> Mapping[str, float]:
+        """Seconds below which a deadline, by its name in `[deadlines]`, would blame ranks that are well."""
+
     def launch(self, request: LaunchRequest) -> LaunchSpec:
         """How to start one process. Raises AdapterError if what the engine needs is not installed."""
 

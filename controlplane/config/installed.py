@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from importlib import import_module
 from importlib.util import find_spec
 from pathlib import Path
@@ -28,6 +28,7 @@ def facts() -> Facts:
         policies=registry.names,
         policy_problem=policy_problem,
         engine_problems=engine_problems,
+        least_deadlines=least_deadlines,
         host_page_bytes=host_page_bytes,
     )
 
@@ -50,6 +51,11 @@ def policy_problem(kind: str, name: str) -> str | None:
 def engine_problems(engine: EngineConfig) -> Iterator[tuple[str, str]]:
     problems: Iterator[tuple[str, str]] = _protocol().find(engine.adapter).problems(msgspec.to_builtins(engine))
     return problems
+
+
+def least_deadlines(adapter: str) -> Mapping[str, float]:
+    least: Mapping[str, float] = _protocol().find(adapter).least_deadlines()
+    return least
 
 
 def host_page_bytes(engine: EngineConfig) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import os
 import re
-from collections.abc import Callable, Collection, Iterable, Iterator
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from typing import NamedTuple
 
 from dsv4ctl.controlplane.config.problems import Problem, expected, show, unknown
@@ -19,9 +19,6 @@ _LINK_MORE = len(f"{SURVIVORS}/link.sock")  #: bytes of the link's path there be
 _NAME = re.compile(r"[a-z0-9][a-z0-9_.-]*")
 #: A host name (RFC 1123, and `_`, which resolvers take) or an address.
 _HOST = re.compile(r"[\w-]{1,63}(\.[\w-]{1,63})*\.?|[0-9a-fA-F:.]*:[0-9a-fA-F:.]*(%[\w.-]+)?", re.ASCII)
-#: Of two ranks, the one at fault is the one that is not heard of for half of `wedge`. A decode rank that hears of an
-#: abort late names its writer three quarters of `ack` after that, and before its control plane guesses.
-_LEAST_SECONDS = {"wedge": 3.0, "ack": 5.0}
 _ANY_HOST = frozenset({"0.0.0.0", "::"})
 _LOOPBACK = frozenset({"localhost", "::1"})
 
@@ -37,6 +34,8 @@ class Facts(NamedTuple):
     policy_problem: Callable[[str, str], str | None]
     #: What the engine's adapter refuses in its table on any machine: keys below the table, what was expected.
     engine_problems: Callable[[EngineConfig], Iterable[tuple[str, str]]]
+    #: Of an adapter there is, the least seconds that deadlines may have with it, by name.
+    least_deadlines: Callable[[str], Mapping[str, float]]
     #: Bytes of one host page of an engine without such problems, or None where its adapter cannot say.
     host_page_bytes: Callable[[EngineConfig], int | None]
 
@@ -50,7 +49,7 @@ def semantic_problems(config: Config, facts: Facts) -> Iterator[Problem]:
     yield from _ports(config)
     yield from _policies(config.policies, facts)
     yield from _guards(config)
-    yield from _deadlines(config)
+    yield from _deadlines(config, facts)
     for index, engine in enumerate(config.engines):
         yield from _engine(f"engines[{index}]", engine, facts)
 
@@ -161,14 +160,13 @@ def _guards(config: Config) -> Iterator[Problem]:
             yield Problem(f"unsafe.off[{index}]", unknown("guard", name, names))
 
 
-def _deadlines(config: Config) -> Iterator[Problem]:
-    if not any(engine.adapter == "sglang" for engine in config.engines):
-        return
-    for name, least in _LEAST_SECONDS.items():
-        found = getattr(config.deadlines, name)
-        if found < least:
-            text = f"at least {least} s with an sglang engine, whose scheduler hears and is heard of a second late"
-            yield Problem(f"deadlines.{name}", expected(text, found))
+def _deadlines(config: Config, facts: Facts) -> Iterator[Problem]:
+    for adapter in sorted({engine.adapter for engine in config.engines} & set(facts.adapters)):
+        for name, least in facts.least_deadlines(adapter).items():
+            found = getattr(config.deadlines, name)
+            if found < least:
+                text = f"at least {least} s with an {adapter} engine, whose ranks may hear and be heard of late"
+                yield Problem(f"deadlines.{name}", expected(text, found))
 
 
 def _engine(at: str, engine: EngineConfig, facts: Facts) -> Iterator[Problem]:

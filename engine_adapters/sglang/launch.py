@@ -28,6 +28,15 @@ def problems(engine: Mapping[str, object]) -> Iterator[tuple[str, str]]:
     return table_problems(msgspec.convert(engine, EngineTable))
 
 
+def least_deadlines() -> Mapping[str, float]:
+    """A loop that stands hears, and is heard of, within a second.
+
+    Of two ranks, the one at fault is the one that is not heard of for half of `wedge`. A decode rank that hears of an
+    abort late names its writer three quarters of `ack` after that, and before its control plane guesses.
+    """
+    return {"wedge": 3.0, "ack": 5.0}
+
+
 def launch(request: LaunchRequest) -> LaunchSpec:
     """For an engine without `problems`. Raises AdapterError with one line for whatever else would make the server fail,
     or serve unguarded: what this machine lacks, and what the installed release does not have.
