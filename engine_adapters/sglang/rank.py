@@ -190,7 +190,7 @@ class Rank:
             turned = self._turned
             time.sleep(pause)
             if self._turned == turned:  # and the thread is not just late: in a process that was stopped both are
-                self._attend()
+                self._attend(time.monotonic())
                 self.flush()
             stands = time.monotonic() - self._turned > self._interval
             pause = self._interval if stands else _LOOK_SECONDS
@@ -248,17 +248,16 @@ class Rank:
         A thread of ours does it while the loop takes no turn. What it raises ends the engine.
         """
         self._turned = time.monotonic()
-        self._attend()
+        self._attend(self._turned)
 
     def flush(self) -> None:
         """Tells the control plane what gathered: in a decode loop once in a turn, behind all that is done in it."""
         self._link.flush()
 
-    def _attend(self) -> None:
+    def _attend(self, now: float) -> None:
         if not self._attending.acquire(blocking=False):
             return  # the other one does it
         try:
-            now = time.monotonic()
             due = now >= self._due
             if due or self._more or self._sockets.poll(0):
                 self._link.take_in()

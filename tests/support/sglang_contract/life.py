@@ -145,12 +145,17 @@ def loop_of_a_process_that_was_stopped_reports_and_no_thread(_: bool) -> None:
     made.rank._link.flush.assert_not_called()
 
 
+def _connected(role: Role) -> tuple[Any, mock.Mock]:
+    """A rank whose threads do not run, and its link."""
+    made = world(role, True)
+    made.rank._link, made.rank.thread = mock.Mock(), mock.Mock()
+    made.rank.connect()
+    return made, made.rank._link
+
+
 @alone
 def decode_rank_tells_once_in_a_turn_what_happened_in_it(_: bool) -> None:
-    made = world(Role.DECODE, True)
-    link = made.rank._link = mock.Mock()
-    made.rank.thread = mock.Mock()
-    made.rank.connect()
+    made, link = _connected(Role.DECODE)
     link.gather.assert_called_once_with()
     rooms_decode.queues(lambda scheduler: link.flush.assert_not_called(), made.scheduler)
     link.flush.assert_called_once_with()
@@ -159,10 +164,7 @@ def decode_rank_tells_once_in_a_turn_what_happened_in_it(_: bool) -> None:
 @alone
 def prefill_rank_tells_at_once(_: bool) -> None:
     """A turn of its loop lasts as long as a prompt."""
-    made = world(Role.PREFILL, True)
-    link = made.rank._link = mock.Mock()
-    made.rank.thread = mock.Mock()
-    made.rank.connect()
+    _, link = _connected(Role.PREFILL)
     link.gather.assert_not_called()
 
 
