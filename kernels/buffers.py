@@ -45,9 +45,9 @@ class SpaceBuffers:
 
 #: Of one of the spaces pages by their numbers, which it has.
 Parts = Sequence[tuple[int, Sequence[int]]]
-#: Digests of at least one part, [buffers, pages] of each one after another: int64, flat, on the host; and the event
-#: after which they are there, None if they are already.
-DigestParts = Callable[[Parts], tuple[torch.Tensor, torch.cuda.Event | None]]
+#: Digests of at least one part, [buffers, pages] of each one after another: flat, on the host; and the event after
+#: which they are there, None if they are already.
+DigestParts = Callable[[Parts], tuple[digest.Digests, torch.cuda.Event | None]]
 #: Of one of the spaces pages int64 [n] on their device, and where each digest has its place: int64 [buffers, pool
 #: pages], contiguous.
 Places = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
@@ -59,10 +59,10 @@ def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Ten
     return torch.stack([torch.from_numpy(row.view("int64")) for row in rows]).to(buffers.device)
 
 
-def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> torch.Tensor:
-    """Digests of at least one part, [buffers, pages] of each one after another: int64, flat."""
+def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
+    """Digests of at least one part, [buffers, pages] of each one after another: flat."""
     found = [_digest_space_torch(spaces, space, torch.tensor(pages, dtype=torch.int64)) for space, pages in parts]
-    return torch.cat([each.reshape(-1) for each in found])
+    return torch.cat([each.reshape(-1) for each in found]).numpy().view("uint64")
 
 
 def digest_into_torch(spaces: SpaceBuffers, places: Places) -> None:

@@ -97,7 +97,7 @@ async def slices(arms: Mapping[str, Arm], *, seconds: float, load: Load, turn: i
         async with anyio.create_task_group() as tasks:
             for name, arm in arms.items():
                 for at in range(load.at_once):
-                    tasks.start_soon(_keep_asking, arm.client, said[name], load, at)
+                    tasks.start_soon(keep_asking, arm.client, said[name], load, at)
             for _ in range(_WARM_ROUNDS):
                 await _round(together, order)
             ran, asked = together.ran(), {name: len(replies) for name, replies in said.items()}
@@ -135,7 +135,7 @@ async def _round(together: cores.Shared, order: Iterable[tuple[int, str]]) -> di
     return lasted
 
 
-async def _keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:
+async def keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:
     """One answer after another, until one fails; the first is shorter the earlier `at` is: not all end at once."""
     new = load.new * (at + 1) // load.at_once
     for number in itertools.count():

@@ -1,4 +1,4 @@
-"""Tokens/s with hooks and without, of pairs that are started anew each time.
+"""Tokens/s with hooks and without, of pairs that are started anew each time, and what of a turn is our own code.
 
 Where a process lies in memory, and which processors it has, is chance, and stays for its life: two starts on one
 machine differ by percents that no number of slices averages out. With hooks a process does not look through what start
@@ -10,15 +10,19 @@ from __future__ import annotations
 import shutil
 from typing import Any
 
-from sglang_bench import cost, parts, plan
-from sglang_bench.ask import Client
+import anyio
+
+from sglang_bench import cost, own, parts, plan
+from sglang_bench.ask import Client, Reply
 from sglang_bench.bench import Bench, jit, stock_pair
 
 _STARTS, _SECONDS = 16, 40.0
+_WARM, _OWN_SECONDS = 10.0, 30.0
 
 
 async def steady(bench: Bench) -> None:
     """As many starts as the call has time for; a resumed one counts on. Not of other code: that begins anew."""
+    await bench.step("s5.own", lambda: _own(bench))
 
     async def starts() -> None:
         found: list[dict[str, Any]] = list(bench.results.found("s5.steady").get("starts", ()))
@@ -32,6 +36,35 @@ async def steady(bench: Bench) -> None:
             bench.results.put("s5.steady", load=cost.NEW._asdict(), starts=found, mean_ratio=mean)
 
     await bench.step("s5.steady", starts)
+
+
+async def _own(bench: Bench) -> None:
+    """Of one pair with hooks and nothing beside it. Raises RuntimeError if it did not come up, or did not count."""
+    folder = bench.machine.out / "own"
+    folder.mkdir(exist_ok=True)
+    shapes = plan.pair("own", 22900, bench.gpu, fake=bench.fake, env={"OWN_LOG": str(folder)})
+    deployment = bench.deployment("own", 22990, *shapes)
+    said: list[Reply] = []
+    try:
+        if not await bench.ready(deployment):
+            raise RuntimeError("the servers did not come up")
+        client = Client(bench.http, deployment.url)
+        await jit(bench, client)
+        async with anyio.create_task_group() as tasks:
+            for at in range(cost.NEW.at_once):
+                tasks.start_soon(cost.keep_asking, client, said, cost.NEW, at)
+            await anyio.sleep(_WARM)
+            before = {shape.role: parts.counted(folder, shape.port) for shape in shapes}
+            await anyio.sleep(_OWN_SECONDS)
+            after = {shape.role: parts.counted(folder, shape.port) for shape in shapes}
+            tasks.cancel_scope.cancel()
+    finally:
+        deployment.stop()
+    errors = [reply.error for reply in said if reply.error]
+    found = {role: own.share(before[role], after[role]) for role in after}
+    if errors or not all(found.values()):
+        raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}" if errors else f"nothing was counted: {found}")
+    bench.results.put("s5.own", load=cost.NEW._asdict(), seconds=_OWN_SECONDS, **found)
 
 
 async def _start(bench: Bench, number: int) -> dict[str, Any] | None:

@@ -12,7 +12,7 @@ import json
 import os
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -27,7 +27,7 @@ PARTS = {
     "forward": _SCHEDULER + "run_batch",
     "results": _SCHEDULER + "process_batch_result",
 }
-_WRITTEN_SECONDS = 1.0
+WRITTEN_SECONDS = 1.0
 #: One that waited longer was stopped: see `cores`.
 _STOPPED_NS = 100_000_000
 
@@ -97,15 +97,9 @@ class Spent:
                 self._counts.update(self._of_turn)
         self._of_turn.clear()
         self._turn = now, wall
-        if (
-            time.monotonic() > self._written + _WRITTEN_SECONDS
-            and scheduler.server_args.disaggregation_mode == "decode"
-        ):
+        if time.monotonic() > self._written + WRITTEN_SECONDS and scheduler.server_args.disaggregation_mode == "decode":
             self._written = time.monotonic()
-            file = self._folder / f"{scheduler.server_args.port}.json"
-            part = file.with_suffix(".part")
-            part.write_text(json.dumps(self._counts))
-            part.replace(file)
+            write(self._folder, scheduler.server_args.port, self._counts)
 
     def collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] == 2:
@@ -113,6 +107,14 @@ class Spent:
                 self._collection = self._clock_ns()
             else:
                 self._of_turn["collections"] += self._clock_ns() - self._collection
+
+
+def write(folder: Path, port: int, counts: Mapping[str, int]) -> None:
+    """All of it, or what was there before."""
+    file = folder / f"{port}.json"
+    part = file.with_suffix(".part")
+    part.write_text(json.dumps(counts))
+    part.replace(file)
 
 
 def counted(folder: Path, port: int) -> dict[str, int]:

@@ -50,7 +50,8 @@ class LinkClient:
         self._writing = True  #: what a sender would write now could land inside a frame, or before the handshake
         self._closed = False
         self._taken_in = False  #: frames are, and no thread waits for them
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()  #: a condition is entered by way of Python calls, for each frame
+        self._changed = threading.Condition(self._lock)
         self._reader = threading.Thread(target=self._serve, name="link-read", daemon=True)
         self._writer = threading.Thread(target=self._write, name="link-write", daemon=True)
 
@@ -80,12 +81,14 @@ class LinkClient:
         with self._end_is_told():
             early, self._early = self._early, []
             self._handle(early)
-            while True:
+            more = True
+            while more:
                 try:
-                    frames = self._read(socket.MSG_DONTWAIT)
+                    data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
                 except BlockingIOError:
                     return
-                self._handle(frames)
+                self._handle(self._decoded(data))
+                more = len(data) == _READ_BYTES  # a read of a Unix stream ends early only where there is no more
 
     def gather(self) -> None:
         """From here on, what the caller's thread sends waits until any calls `flush`, or another sends something.
@@ -96,7 +99,7 @@ class LinkClient:
 
     def flush(self) -> None:
         """Writes what was gathered, as `send` does."""
-        with self._changed:
+        with self._lock:
             self._write_gathered()
 
     def send(self, frame: ToControlPlane) -> None:
@@ -106,7 +109,7 @@ class LinkClient:
         more. Raises FrameError for a frame that is too long.
         """
         data, gathers = encode(frame), threading.get_ident() == self._gathers
-        with self._changed:
+        with self._lock:
             full = len(self._out) + len(self._gathered) >= MAX_QUEUED
             if not self._closed and not full:
                 self._gathered.append(data)
@@ -153,7 +156,7 @@ class LinkClient:
         self._socket.sendall(encode(hello))
         frames: list[ToRank] = []
         while not frames:
-            frames = self._read()
+            frames = self._decoded(self._socket.recv(_READ_BYTES))
         first, *self._early = frames
         if isinstance(first, Refused):
             raise LinkRefusedError(first.reason)
@@ -166,7 +169,7 @@ class LinkClient:
         with self._end_is_told():
             self._handle(self._early)
             while True:
-                self._handle(self._read())
+                self._handle(self._decoded(self._socket.recv(_READ_BYTES)))
 
     @contextmanager
     def _end_is_told(self) -> Iterator[None]:
@@ -183,8 +186,7 @@ class LinkClient:
         for frame in frames:
             self._on_frame(frame)
 
-    def _read(self, flags: int = 0) -> list[ToRank]:
-        data = self._socket.recv(_READ_BYTES, flags)
+    def _decoded(self, data: bytes) -> list[ToRank]:
         if not data:
             raise ConnectionError("the control plane closed the link")
         frames: list[ToRank] = []

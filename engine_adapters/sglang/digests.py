@@ -24,9 +24,9 @@ from dsv4ctl.kernels.digest import Digests
 
 @dataclass(eq=False)
 class Fetched:
-    """Values on their way to the host, as uint64."""
+    """Values on their way to the host."""
 
-    _values: torch.Tensor
+    _values: Digests
     _event: Event | None
     #: What the device still reads until then. The allocator gives memory back to the stream that it came from, and
     #: knows nothing of another stream that has not read it yet.
@@ -38,21 +38,22 @@ class Fetched:
     def get(self) -> Digests:
         if self._event is not None:
             self._event.synchronize()
-        return self._values.numpy().view(np.uint64)
+        return self._values
 
     def split(self, sizes: Sequence[int]) -> list[Fetched]:
         if len(sizes) == 1:
             return [self]
-        return [Fetched(values, self._event, self._read) for values in self._values.split(sizes)]
+        ends = np.cumsum(sizes)[:-1]
+        return [Fetched(values, self._event, self._read) for values in np.split(self._values, ends)]
 
 
 def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
     """Starts the copy on the current stream. `read` are tensors of other streams that the values come from."""
     if values.device.type != "cuda":
-        return Fetched(values, None, read)
+        return Fetched(values.numpy().view(np.uint64), None, read)
     host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
     host.copy_(values, non_blocking=True)
-    return Fetched(host, _recorded(), read)
+    return Fetched(host.numpy().view(np.uint64), _recorded(), read)
 
 
 def _recorded() -> Event:

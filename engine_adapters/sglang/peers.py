@@ -52,6 +52,7 @@ class Digests(msgspec.Struct, tag=True, frozen=True):
 
 
 ToDecode = Ack | Digests
+_decoder: msgspec.msgpack.Decoder[ToDecode] = msgspec.msgpack.Decoder(ToDecode)
 
 
 def decode(parts: list[bytes]) -> ToDecode:
@@ -59,7 +60,7 @@ def decode(parts: list[bytes]) -> ToDecode:
     if len(parts) != 2 or parts[0] != MARK:
         raise ValueError(f"{len(parts)} parts beginning with {parts[0][:16] if parts else b''!r}")
     try:
-        return msgspec.msgpack.decode(parts[1], type=ToDecode)
+        return _decoder.decode(parts[1])
     except msgspec.DecodeError as error:
         raise ValueError(str(error)) from error
 

@@ -367,7 +367,8 @@ class Rank:
     def _own(self, frame: ToRank) -> ToRank:
         if not isinstance(frame, OpenRoom):
             return frame
-        return msgspec.structs.replace(frame, peers=own_peers(self.number, self.ranks, frame.peers))
+        peers = own_peers(self.number, self.ranks, frame.peers)
+        return frame if peers == frame.peers else msgspec.structs.replace(frame, peers=peers)
 
     def _on_bad_frame(self, error: FrameError) -> None:
         self.counters["bad_frames"] += 1

@@ -9,7 +9,6 @@ from __future__ import annotations
 import threading
 from collections import Counter, OrderedDict
 from collections.abc import Callable, Iterable, Mapping
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -158,12 +157,15 @@ class Rooms:
         room = self.find(number)
         if room is None or not (finished or room.dropped) or self._role is Role.PREFILL:
             return
-        self.forward_end(number)
-        if not room.dropped:
-            with suppress(Refusal, UnknownRoomError):
-                if self._role is Role.SINGLE:
-                    self._agent.apply(room.key, Reader.decoding)
-                self._agent.apply(room.key, Reader.finished)
+        ran, room.forwards = room.forwards, 0
+
+        def left(half: Reader) -> list[Effect]:
+            effects = [effect for _ in range(ran) for effect in half.forward_end()]
+            if half.live and self._role is Role.SINGLE:
+                effects += half.decoding()
+            return [*effects, *half.finished()] if half.live else effects
+
+        self.apply(room, left)
 
     def landed(self, room: Room) -> None:
         """Everything of every writer is here, and is what they sealed."""
@@ -226,7 +228,8 @@ class Rooms:
 
         Raises ValueError too for those of a rank that does not write to the room.
         """
-        frame.flat()
+        if len(frame.values) % 8:
+            raise ValueError(f"digests of room {frame.key} of {len(frame.values)} bytes, which are no whole numbers")
         room = self._rooms.get(frame.key.room)
         if room is None or room.key != frame.key:
             return False

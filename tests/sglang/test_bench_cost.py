@@ -7,6 +7,7 @@ import os
 import signal
 import subprocess
 import sys
+import threading
 from collections.abc import AsyncIterator, Awaitable, Callable, Iterable, Iterator
 from contextlib import asynccontextmanager, suppress
 from pathlib import Path
@@ -16,15 +17,18 @@ from typing import Any
 import anyio
 import pytest
 
+import sglang_env
+from dsv4ctl.engine_adapters.sglang.releases import VERIFIED
 from running import until
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks"))
 
-from sglang_bench import cores, cost, group_steady, parts
+from sglang_bench import cores, cost, group_steady, own, parts
 from sglang_bench.ask import Reply
 from sglang_bench.cores import Shared, Thread
 from sglang_bench.results import Results
 
+BENCHMARKS = str(Path(own.__file__).parents[1])
 LIMIT = 30.0
 ALL = set(range(8))
 OURS = Thread(1, 1)
@@ -219,7 +223,7 @@ async def test_what_is_told_late_counts_by_the_seconds_of_its_own_slices(
     sharing(monkeypatch, Late(((), ()), ((),)))
     monkeypatch.setattr(cost, "time", SimpleNamespace(monotonic=lambda: now))
     monkeypatch.setattr(cost, "anyio", SimpleNamespace(create_task_group=anyio.create_task_group, sleep=sleep))
-    monkeypatch.setattr(cost, "_keep_asking", keep_asking)
+    monkeypatch.setattr(cost, "keep_asking", keep_asking)
     monkeypatch.setattr(cost, "_SLICE", 0.5)
     both = {"off": cost.Arm(0, (1,)), "on": cost.Arm(1, (2,))}  # type: ignore[arg-type]
     found = await cost.slices(both, seconds=16.0, load=cost.Load(1, 8, 4), turn=turn)
@@ -267,8 +271,9 @@ async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monk
         return {"mean_ratio": [1.0 + number / 10, 0.1]}
 
     async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
-        with suppress(RuntimeError):
-            await body()
+        if name == "s5.steady":
+            with suppress(RuntimeError):
+                await body()
 
     monkeypatch.setattr(group_steady, "_start", start)
     monkeypatch.setattr(group_steady, "_STARTS", 5)
@@ -290,7 +295,8 @@ async def test_servers_that_do_not_come_up_twice_end_it(tmp_path: Path, monkeypa
         begun.append(number)
 
     async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
-        await body()
+        if name == "s5.steady":
+            await body()
 
     monkeypatch.setattr(group_steady, "_start", start)
     bench = SimpleNamespace(results=Results(tmp_path / "results.json", resume=False), step=step)
@@ -358,3 +364,59 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
         "turns": 4.25, "waits": 1.5, "tokens_a_turn": 2.0,
     }  # fmt: skip
     assert parts.a_token(before, before) == {}
+
+
+def test_our_own_time_is_told_by_hook_without_what_it_hooks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(parts, "WRITTEN_SECONDS", -1.0)
+    now = 0
+
+    def work(nanoseconds: int, answer: str = "done") -> str:
+        nonlocal now
+        now += nanoseconds
+        return answer
+
+    def around(stock: Callable[..., str], before: int, within: int) -> str:
+        work(before)
+        return work(5_000, stock(within))
+
+    ours = own.Own(tmp_path, lambda: now)
+    scheduler = SimpleNamespace(server_args=SimpleNamespace(port=7))
+    inner = ours.timed("inner", "around", around)
+    outer = ours.timed("outer", "around", around)
+    plain = ours.timed("plain", "after", work)
+    for forwards in (True, False, True, True):
+        ours.turn(scheduler)
+        assert outer(lambda within: inner(work, 2_000, within), 1_000, 90_000) == "done"
+        assert plain(3_000, "changed") == "changed"
+        with pytest.raises(ZeroDivisionError):
+            outer(lambda within: work(within) and 1 / 0, 1_000, 7_000)
+        if forwards:
+            ours.forward(scheduler, None)
+            ours.forward(scheduler, None)
+        else:
+            before = parts.counted(tmp_path, 7)
+        thread = threading.Thread(target=plain, args=(1_000,))  # not the loop's
+        thread.start()
+        thread.join()
+    after = parts.counted(tmp_path, 7)
+    whole = 1_000 + 5_000 + 2_000 + 5_000 + 90_000 + 3_000 + 8_000 + 1_000
+    assert after["lasted"] == 3 * whole
+    after["others"] = before["others"] + after["lasted"] // 50
+    assert own.share(before, after) == {
+        "turns": 1,
+        "turn_us": whole / 1000,
+        "own_us": 17.0,
+        "own_us_and_calls_by_hook": {"inner": [7.0, 1.0], "outer": [7.0, 2.0], "plain": [3.0, 1.0]},
+        "share": {"hooks": round(17_000 / whole, 5), "other_threads": 0.03},
+    }
+    assert own.share(before, before) == {}
+
+
+@pytest.mark.parametrize("release", VERIFIED)
+def test_hooks_that_are_timed_are_in_place(tmp_path: Path, release: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join((BENCHMARKS, os.environ.get("PYTHONPATH", ""))))
+    said = sglang_env.run(release, "sglang_own", release, str(tmp_path))
+    assert (said["elsewhere"], said["problems"]) == ({}, [])
+    counted = said["counted"]
+    assert (counted["forwards"], counted["calls wait_layer_transfer"], counted["calls run_batch"]) == (2, 2, 2)
+    assert 0 < counted["own wait_layer_transfer"] + counted["own run_batch"] == counted["own"] < counted["turns"]
