@@ -48,9 +48,12 @@ Parts = Sequence[tuple[int, Sequence[int]]]
 #: Digests of at least one part, [buffers, pages] of each one after another: flat, on the host; and the event after
 #: which they are there, None if they are already.
 DigestParts = Callable[[Parts], tuple[digest.Digests, torch.cuda.Event | None]]
-#: Of one of the spaces pages int64 [n] on their device, and where each digest has its place: int64 [buffers, pool
-#: pages], contiguous.
-Places = Sequence[tuple[int, torch.Tensor, torch.Tensor]]
+#: Of one of the spaces tokens int64 [n] on their device, contiguous; which of them begin a page; tokens of a page; and
+#: where each digest has its place: int64 [buffers, pool pages], contiguous.
+Places = Sequence[tuple[int, torch.Tensor, Sequence[int], int, torch.Tensor]]
+#: Digests int64 [buffers, pages] to take from, and tokens int64 [n], contiguous, that begin their pages; the same of
+#: where they go; tokens of a page. Tokens may lie on the host.
+Moves = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]]
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -67,9 +70,17 @@ def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
 
 def digest_into_torch(spaces: SpaceBuffers, places: Places) -> None:
     """Puts digests of pages where they have their place: `out[:, pages]` of each. A page without one is left out."""
-    for space, listed, out in places:
-        pages = listed[(listed >= 0) & (listed < out.shape[1])]
+    for space, tokens, firsts, page_tokens, out in places:
+        listed = tokens[torch.tensor(list(firsts), dtype=torch.int64, device=tokens.device)]
+        pages = listed[(listed >= 0) & (listed < out.shape[1] * page_tokens)] // page_tokens
         out[:, pages] = _digest_space_torch(spaces, space, pages)
+
+
+def move_digests_torch(moves: Moves) -> None:
+    """Takes digests of some pages over to others."""
+    for source, source_tokens, target, target_tokens, page_tokens in moves:
+        pages = [(tokens // page_tokens).to(source.device) for tokens in (source_tokens, target_tokens)]
+        target[:, pages[1]] = source[:, pages[0]]
 
 
 def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:

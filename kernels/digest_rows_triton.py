@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Page digests in Triton of many short lists at once: each a row, or several, of one launch."""
+"""Page digests in Triton of pages of several spaces at once: each is a row of one launch."""
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from contextlib import nullcontext
 from typing import NamedTuple
 
 import numpy as np
@@ -13,134 +12,117 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels.buffers import Places, SpaceBuffers
+from dsv4ctl.kernels.buffers import Moves, Places, SpaceBuffers
 from dsv4ctl.kernels.digest_triton import digest_of
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 
 
 class _Row(NamedTuple):
-    """Up to `_AT_ONCE` pages of a list. A digest's place is that of its page in the row, or (`at_page`) its number."""
+    """A page whose number is known, or (`far`) lies on the device."""
 
-    first: int  #: buffer of the pages' space
+    first: int  #: buffer of the page's space
     buffers: int  #: of the space
-    begin: int  #: where the row's pages begin in the list
-    pages: int  #: how many
-    place: int  #: where digests of the first buffer go
-    step: int  #: bytes from there to those of the next buffer
-    below: int  #: what a page's number must be
+    page: int  #: its number; far: where its first token lies, int64
+    place: int  #: where the digest of its first buffer goes; far: where that of page 0 would
+    step: int  #: bytes from there to that of the next buffer
+    page_tokens: int = 0  #: far
+    below: int = 0  #: far: what the page's number must be
 
 
 _ROW = len(_Row._fields)
 ROW = tl.constexpr(_ROW)
-_ANY_PAGE = 1 << 62
-_AT_ONCE = 16  # pages of a row: a program begins for each, in every row, of a list that has fewer too
-_ROWS = 4  # of a captured launch: a room's pages have one in each of three spaces, and up to 32 of a space two
-_LAUNCHES = 8  # that may be under way at once
+_NEAR = 16  # rows that a kernel reads where they are written: more are copied to the device first
+_SLOTS = 8  # calls that may be under way at once
 _MEMORY = 65_536  # digests that are handed out of one piece: to ask for pinned memory takes longer than to use it
 
 
 # No size and no count is an argument: any mix of pages by the same compiled kernel.
-@triton.jit(do_not_specialize_on_alignment=["pages_ptr"])
-def _digest_rows(table_ptr, odd_ptr, rows_ptr, pages_ptr, block: tl.constexpr, at_page: tl.constexpr):
-    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * ROW
-    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
-        page = tl.load(pages_ptr + tl.load(row + 2) + at)
-        if (page >= 0) & (page < tl.load(row + 6)):
+@triton.jit
+def _digest_rows(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr, far: tl.constexpr):
+    row, buffer = rows_ptr + tl.program_id(0) * ROW, tl.program_id(1)
+    if buffer < tl.load(row + 1):
+        page = tl.load(row + 2)
+        place = tl.load(row + 3) + buffer * tl.load(row + 4)
+        wanted = page >= 0
+        if far:
+            token = tl.load(page.to(tl.pointer_type(tl.int64)))
+            page = token // tl.load(row + 5)
+            place += page * 8
+            wanted = (token >= 0) & (page < tl.load(row + 6))
+        if wanted:
             entry = table_ptr + (tl.load(row) + buffer) * 2
             words = tl.load(entry + 1)
-            place = tl.load(row + 4) + buffer * tl.load(row + 5) + (page if at_page else at) * 8
             digest = digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
             tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(spaces, number, most, rows, pages, *, at_page):
-    """`number` rows, int64 on the device, of which none has more than `most` pages."""
-    _digest_rows[(most, max(spaces.counts), number)](
-        spaces.table, spaces.multipliers, rows, pages, block=_BLOCK, at_page=at_page, num_warps=_WARPS
+def _by_rows(spaces, rows, number, *, far):
+    """`rows`: on the device, or pinned. Returns the compiled kernel."""
+    return _digest_rows[(number, max(spaces.counts))](
+        spaces.table, spaces.multipliers, rows, block=_BLOCK, far=far, num_warps=_WARPS
     )
 
 
-class _Launch:
-    """Up to `_ROWS` rows and their pages, and what digests them: captured, one room takes a host half the time.
+class _Slot:
+    """What the device reads, and writes to, until `there`."""
 
-    `there`: until then the device reads what lies here, and writes to `memory`.
-    """
-
-    def __init__(self, spaces):
-        gpu = spaces.device.type == "cuda"
-        self._spaces = spaces
-        self._listed = torch.zeros(_ROWS * (_ROW + _AT_ONCE), dtype=torch.int64, pin_memory=gpu)
-        self._bytes = self._listed.numpy().data.cast("B")
-        self._on_device = torch.zeros_like(self._listed, device=spaces.device)
+    def __init__(self, gpu):
+        self.rows = torch.zeros(_NEAR * _ROW, dtype=torch.int64, pin_memory=gpu)
+        self.bytes = self.rows.numpy().data.cast("B")
+        self.copied = None  #: rows, if there are more
+        self.memory = None
         self.there = torch.cuda.Event() if gpu else None
-        self._begin()  # compiles
-        self._begin_again = self._captured() if gpu else self._begin
-        self([], [], None)  # the first time takes longer
-
-    def _begin(self):
-        self._on_device.copy_(self._listed, non_blocking=True)
-        _by_rows(self._spaces, _ROWS, _AT_ONCE, self._on_device, self._on_device, at_page=False)
-
-    def _captured(self):
-        graph = torch.cuda.CUDAGraph()
-        graph.capture_begin(capture_error_mode="thread_local")  # other threads of the process go on
-        self._begin()
-        graph.capture_end()
-        return graph.replay
-
-    def __call__(self, rows, pages, memory):
-        """`pages`: of each row a list."""
-        if self.there is not None and not self.there.query():
-            self.there.synchronize()
-        self.memory = memory
-        listed = [number for row in rows for number in row]
-        listed += [0] * (_ROWS * _ROW - len(listed))  # rows without a page
-        for each in pages:
-            listed += [*each, *[0] * (_AT_ONCE - len(each))]
-        struct.pack_into(f"={len(listed)}q", self._bytes, 0, *listed)
-        self._begin_again()
-        if self.there is not None:
-            self.there.record()
 
 
 class PartsTriton:
     """`buffers.digest_parts_torch`, on `stream` (on a CPU None), into pinned host memory.
 
-    One room takes the host little: launches are captured, so few lists of up to `_AT_ONCE` pages go into one. Many take
-    several, and beyond `_LAUNCHES` a call waits for the device.
+    One room takes the host little: the kernel is launched on the stream by its handle, which need not be entered, and
+    reads what it is to do where that was written. Beyond `_SLOTS` a call waits for the device.
     """
 
     def __init__(self, spaces, stream):
         self._spaces = spaces
         self._stream = stream
         self._memory, self._address, self._used = np.empty(0, dtype=np.uint64), 0, 0
+        self._slots = deque(_Slot(stream is not None) for _ in range(_SLOTS))
         if stream is not None:
             torch.cuda.synchronize(spaces.device)
-        with self._on_stream():
-            self._launches = deque(_Launch(spaces) for _ in range(_LAUNCHES))
+            with torch.cuda.stream(stream):
+                self._kernel = _by_rows(spaces, self._slots[0].rows, 1, far=False)
+            self._constant = spaces.table.data_ptr(), spaces.multipliers.data_ptr()
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        rows, lists = list[_Row](), []
+        rows = list[_Row]()
         memory, place = self._room_for(sum(self._spaces.counts[space] * len(pages) for space, pages in parts))
         for space, pages in parts:
             first, buffers = self._spaces.firsts[space], self._spaces.counts[space]
-            for at in range(0, len(pages), _AT_ONCE):
-                lists.append(pages[at : at + _AT_ONCE])
-                begin = _ROWS * _ROW + (len(rows) % _ROWS) * _AT_ONCE
-                rows.append(_Row(first, buffers, begin, len(lists[-1]), place + 8 * at, 8 * len(pages), _ANY_PAGE))
+            rows += [_Row(first, buffers, page, place + 8 * at, 8 * len(pages)) for at, page in enumerate(pages)]
             place += 8 * buffers * len(pages)
-        there = None
-        with self._on_stream():
-            for at in range(0, len(rows), _ROWS):
-                self._launches.rotate(-1)
-                self._launches[-1](rows[at : at + _ROWS], lists[at : at + _ROWS], memory)
-                there = self._launches[-1].there
-        return memory, there
+        self._slots.rotate(-1)
+        slot = self._slots[-1]
+        if slot.there is not None and not slot.there.query():
+            slot.there.synchronize()
+        slot.memory, slot.copied = memory, None
+        if rows:
+            self._begin(slot, rows)
+        return memory, slot.there
 
-    def _on_stream(self):
-        return nullcontext() if self._stream is None else self._stream
+    def _begin(self, slot, rows):
+        if len(rows) <= _NEAR:
+            struct.pack_into(f"={len(rows) * _ROW}q", slot.bytes, 0, *_flat(rows))
+        else:
+            with torch.cuda.stream(self._stream):  # does nothing for None
+                slot.copied = _on_device(rows, self._spaces.device)
+        there = slot.rows if slot.copied is None else slot.copied
+        if self._stream is None:
+            _by_rows(self._spaces, there, len(rows), far=False)
+            return
+        grid = len(rows), max(self._spaces.counts), 1
+        self._kernel[grid](*self._constant, there.data_ptr(), _BLOCK, False, stream=self._stream.cuda_stream)
+        slot.there.record(self._stream)
 
     def _room_for(self, size):
         """So much memory, and its address."""
@@ -155,15 +137,79 @@ class PartsTriton:
 
 def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for."""
-    rows, number = list[_Row](), 0
-    for space, listed, out in places:
-        first, buffers, count = spaces.firsts[space], spaces.counts[space], len(listed)
-        for at in range(0, count, _AT_ONCE):
-            each = min(_AT_ONCE, count - at)
-            rows.append(_Row(first, buffers, number + at, each, out.data_ptr(), 8 * out.stride(0), out.shape[1]))
-        number += count
+    rows = list[_Row]()
+    for space, tokens, firsts, page_tokens, out in places:
+        first, buffers = spaces.firsts[space], spaces.counts[space]
+        where, step, below = tokens.data_ptr(), 8 * out.stride(0), out.shape[1]
+        rows += [_Row(first, buffers, where + 8 * at, out.data_ptr(), step, page_tokens, below) for at in firsts]
     if rows:
-        pages = torch.cat([pages for _, pages, _ in places])
-        # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
-        on_device = torch.tensor(rows, dtype=torch.int64).to(spaces.device, non_blocking=True)
-        _by_rows(spaces, len(rows), max(row.pages for row in rows), on_device, pages, at_page=True)
+        _by_rows(spaces, _on_device(rows, spaces.device), len(rows), far=True)
+
+
+def _on_device(rows, device):
+    # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
+    return torch.tensor(_flat(rows), dtype=torch.int64).to(device, non_blocking=True)
+
+
+def _flat(rows):
+    return [number for row in rows for number in row]
+
+
+class _Move(NamedTuple):
+    """A page's digests on their way. Each side: where the first of page 0 is, bytes from there to the next buffer's,
+    and where the page's first token lies, int64, or the complement of that token."""
+
+    buffers: int
+    page_tokens: int
+    source: int
+    source_step: int
+    source_token: int
+    target: int
+    target_step: int
+    target_token: int
+
+
+MOVE = tl.constexpr(len(_Move._fields))
+
+
+@triton.jit
+def _page_at(where, page_tokens):
+    token = ~where
+    if where >= 0:
+        token = tl.load(where.to(tl.pointer_type(tl.int64)))
+    return token // page_tokens
+
+
+@triton.jit
+def _move_rows(rows_ptr, block: tl.constexpr):
+    row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.arange(0, block)
+    here, page_tokens = buffer < tl.load(row), tl.load(row + 1)
+    source = tl.load(row + 2) + buffer * tl.load(row + 3) + _page_at(tl.load(row + 4), page_tokens) * 8
+    target = tl.load(row + 5) + buffer * tl.load(row + 6) + _page_at(tl.load(row + 7), page_tokens) * 8
+    value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
+    tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
+
+
+def move_digests_triton(moves: Moves) -> None:
+    """`buffers.move_digests_torch`, in one launch that no host waits for."""
+    rows = list[_Move]()
+    for source, source_tokens, target, target_tokens, page_tokens in moves:
+        sides = (
+            (each.data_ptr(), 8 * each.stride(0), _tokens(tokens, each.device))
+            for each, tokens in ((source, source_tokens), (target, target_tokens))
+        )
+        (begin, step, froms), (target_begin, target_step, tos) = sides
+        rows += [
+            _Move(source.shape[0], page_tokens, begin, step, token, target_begin, target_step, target_token)
+            for token, target_token in zip(froms, tos, strict=True)
+        ]
+    if rows:
+        block = triton.next_power_of_2(max(row.buffers for row in rows))
+        _move_rows[(len(rows),)](_on_device(rows, moves[0][0].device), block=block)
+
+
+def _tokens(tokens, device):
+    """As `_Move` has them."""
+    if tokens.device == device:
+        return range(tokens.data_ptr(), tokens.data_ptr() + 8 * len(tokens), 8)
+    return [~token for token in tokens.tolist()]

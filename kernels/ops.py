@@ -127,9 +127,8 @@ def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> to
 
 
 def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
-    """What digests parts: on a GPU on `stream`, not the default one. Compiles, and captures launches there.
+    """What digests parts: on a GPU on `stream`. Compiles there. Not to be called by two threads at once.
 
-    Not to be called by two threads at once, nor while `stream` is entered: it is entered once at a time.
     What a call returns lives until its event, wanted or not.
     """
     if spaces.device.type == "cuda":
@@ -150,6 +149,16 @@ def digest_into(spaces: buffers.SpaceBuffers, places: buffers.Places) -> None:
         digest_into_triton(spaces, places)
     else:
         buffers.digest_into_torch(spaces, places)
+
+
+def move_digests(moves: buffers.Moves) -> None:
+    """Takes digests of some pages over to others, in stream order. Two to one place: either."""
+    if any(source.device.type == "cuda" for source, *_ in moves):
+        from dsv4ctl.kernels.digest_rows_triton import move_digests_triton
+
+        move_digests_triton(moves)
+    else:
+        buffers.move_digests_torch(moves)
 
 
 def load_pages(

@@ -59,6 +59,8 @@ class Guard(Enum):
     GROUPS = "whole_groups"  #: a prefix ends where a member pool does not cover its span (S7)
     VERDICT = "verdict"  #: a digest mismatch stops the room; off: it is counted and reported, and the room goes on
 
+    __hash__ = object.__hash__  # as above
+
     @property
     def consumer(self) -> Consumer | None:
         """The consumer whose tickets this guard makes it wait for; None if it is no ticket."""

@@ -90,10 +90,8 @@ class _Space:
 
     def numbers(self, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
         """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
-        for indices in firsts:
-            if indices.is_cuda:
-                indices.record_stream(torch.cuda.current_stream(self.device))
-        return (torch.cat([*firsts]) // self.page_tokens).to(self.device, torch.int64, non_blocking=True)
+        tokens = torch.cat([_read_here(indices) for indices in firsts])
+        return (tokens // self.page_tokens).to(self.device, non_blocking=True)
 
     def places(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
         """Where `sealed` has what these pages are, flat: [buffers, n]."""
@@ -132,7 +130,8 @@ class PageDigests:
             if space.on_host.numel():  # only a load is compared with what it has to be
                 space.compute(page)
         places = [torch.zeros_like(space.sealed[:, :1]) for space in self.spaces.values()]
-        ops.digest_into(self._buffers, [(number, page, place) for number, place in enumerate(places)])
+        ops.digest_into(self._buffers, [(number, page, [0], 1, place) for number, place in enumerate(places)])
+        ops.move_digests([(place, page, place, page, 1) for place in places])
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
@@ -165,16 +164,19 @@ class PageDigests:
         `slots`: each request's own page, if it has one. A page is sealed anew with every part of it.
         """
         self._note_backups()
-        firsts = torch.tensor(_firsts(prefixes, lengths, self._page_tokens["full"]), dtype=torch.int64)
-        tokens = locations[firsts.to(locations.device, non_blocking=True)]
-        pages = {"full": tokens // self._page_tokens["full"]}
-        # A page that has left its window by now is SGLang's page 0, which nobody reads.
-        pages["swa"] = self._to_window(tokens).clamp(min=0) // self._page_tokens["swa"]
+        firsts = _firsts(prefixes, lengths, self._page_tokens["full"])
+        # A token that has left its window by now has none, or is in SGLang's page 0, which nobody reads.
+        tokens = {"full": (locations, firsts), "swa": (self._to_window(locations), firsts)}
         if slots is not None:
-            pages["state"] = slots
-        found = [name for name in self.spaces if name in pages]
-        places = [(self._numbers[name], pages[name].to(torch.int64), self.spaces[name].sealed) for name in found]
-        ops.digest_into(self._buffers, places)
+            tokens["state"] = slots, list(range(len(slots)))
+        ops.digest_into(
+            self._buffers,
+            [
+                (number, tokens[name][0].to(torch.int64).contiguous(), tokens[name][1], space.page_tokens, space.sealed)
+                for number, (name, space) in enumerate(self.spaces.items())
+                if name in tokens
+            ],
+        )
 
     def backed_up(self, copies: Iterable[Pages]) -> None:
         """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""
@@ -184,9 +186,17 @@ class PageDigests:
         """On the stream of the forwards, before what is sealed changes."""
         backups, self._backups = self._backups, []
         for copies in [backups] if _fill_apart(backups) else [[copy] for copy in backups]:
-            for name, (device, host) in self._joined(copies).items():
-                space = self.spaces[name]
-                space.on_host[:, host] = space.sealed[:, device]
+            self._note(copies)
+
+    def _note(self, backups: Sequence[Pages]) -> None:
+        ops.move_digests(
+            [
+                (space.sealed, _read_here(device), space.on_host, _read_here(host), space.page_tokens)
+                for backup in backups
+                for name, (device, host) in backup.firsts.items()
+                if (space := self.spaces.get(name)) is not None
+            ]
+        )
 
     def loaded(self, copies: Sequence[Pages]) -> list[Expected]:
         """What the pages will have to be once these loads are in place, copies. On the stream of the forwards."""
@@ -224,6 +234,13 @@ class PageDigests:
             for page in range(pages.get(name, 0))
         ]
         return [places[at] for at in wrong]
+
+
+def _read_here(indices: torch.Tensor) -> torch.Tensor:
+    """By the current stream, which need not be that of the memory."""
+    if indices.is_cuda:
+        indices.record_stream(torch.cuda.current_stream(indices.device))
+    return indices.to(torch.int64).contiguous()
 
 
 def _fill_apart(backups: Sequence[Pages]) -> bool:

@@ -258,9 +258,11 @@ class Rank:
         if not self._attending.acquire(blocking=False):
             return  # the other one does it
         try:
-            due = now >= self._due
-            if due or self._more or self._sockets.poll(0):
+            due, heard = now >= self._due, {file for file, _ in self._sockets.poll(0)}
+            link = self._link.fileno()
+            if due or link in heard:
                 self._link.take_in()
+            if due or self._more or heard - {link}:
                 self._more = self._hear()
             if not due:
                 return

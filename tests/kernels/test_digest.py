@@ -1,7 +1,6 @@
-import math
 import weakref
-from collections.abc import Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
+from contextlib import nullcontext
 from typing import Any
 
 import numpy as np
@@ -13,7 +12,7 @@ from hypothesis import strategies as st
 from dsv4ctl.kernels import digest_rows_triton, ops
 from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, digest_into_triton
+from dsv4ctl.kernels.digest_rows_triton import PartsTriton, digest_into_triton, move_digests_triton
 from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
@@ -94,139 +93,171 @@ def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
 @settings(max_examples=15, deadline=None, derandomize=True)
 @given(SPACES, st.data())
 def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, data: st.DataObject) -> None:
-    chosen = data.draw(st.lists(st.lists(st.integers(0, 3), max_size=4), min_size=1, max_size=len(spaces.pools)))
+    tokens = st.lists(st.integers(0, 4 * 3 - 1), max_size=4)
+    chosen = data.draw(st.lists(tokens, min_size=1, max_size=len(spaces.pools)))
+    firsts = [
+        data.draw(st.lists(st.sampled_from(range(len(listed))), max_size=4)) if listed else [] for listed in chosen
+    ]
 
     def places() -> Places:
         return [
-            (space, torch.tensor(pages, dtype=torch.int64), torch.full((spaces.counts[space], 4), -1))
-            for space, pages in enumerate(chosen)
+            (
+                space,
+                torch.tensor(listed, dtype=torch.int64),
+                firsts[space],
+                3,
+                torch.full((spaces.counts[space], 4), -1),
+            )
+            for space, listed in enumerate(chosen)
         ]
 
     triton, plain = places(), places()
     digest_into_triton(spaces, triton)
     ops.digest_into(spaces, plain)
-    for (space, pages, out), (_, _, other) in zip(triton, plain, strict=True):
+    for (space, listed, at, _, out), (*_, other) in zip(triton, plain, strict=True):
         expected = torch.full_like(out, -1)
-        found = sorted(set(pages.tolist()))
+        found = sorted({int(listed[one]) // 3 for one in at})
         values = by_numpy(spaces, [(space, found)])
         expected[:, found] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(len(out), -1)
         assert out.tolist() == other.tolist() == expected.tolist()
 
 
-def test_a_page_that_has_no_place_is_neither_read_nor_written() -> None:
+def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
     spaces = SpaceBuffers([[pool(3, 2, 5)]])
     expected = torch.full((4, 4), -1)
     values = by_numpy(spaces, [(0, [2])])
     expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
     for digest_into in (digest_into_triton, ops.digest_into):
         memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-        digest_into(spaces, [(0, torch.tensor([-1, 4, 2]), memory[1:3])])
+        digest_into(spaces, [(0, torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2], 9, memory[1:3])])
         assert memory.tolist() == expected.tolist()
 
 
-def test_lists_of_many_pages_take_as_few_launches_as_they_fit_in(monkeypatch: pytest.MonkeyPatch) -> None:
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_digests_of_any_pages_go_with_them(data: st.DataObject) -> None:
+    def tokens(pages: list[int]) -> torch.Tensor:
+        return torch.tensor([page * 7 + data.draw(st.integers(0, 6)) for page in pages], dtype=torch.int64)
+
+    spaces = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    whole = [
+        torch.arange(1000 * (at + 1), 1000 * (at + 1) + count * 6).view(count, 6) for at, count in enumerate(spaces)
+    ]
+    moves, expected = [], []
+    for source in whole:
+        froms = data.draw(st.lists(st.integers(0, 5), max_size=4))
+        tos = data.draw(st.permutations(range(6)))[: len(froms)]
+        moves.append((source, tokens(froms), torch.zeros_like(source), tokens(tos), 7))
+        expected.append(torch.zeros_like(source))
+        for page, to in zip(froms, tos, strict=True):
+            expected[-1][:, to] = source[:, page]
+    for move in (move_digests_triton, ops.move_digests):
+        for _, _, target, _, _ in moves:
+            target.zero_()
+        move(moves)
+        assert [target.tolist() for _, _, target, _, _ in moves] == [one.tolist() for one in expected]
+
+
+def test_tokens_on_the_host_are_told_by_their_values() -> None:
+    tokens = torch.tensor([0, 9, 5])
+    assert list(digest_rows_triton._tokens(tokens, torch.device("cuda"))) == [~0, ~9, ~5]
+    source, target = torch.arange(8).view(2, 4), torch.zeros(2, 4, dtype=torch.int64)
+    here = digest_rows_triton._tokens
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(digest_rows_triton, "_tokens", lambda tokens, _: here(tokens, torch.device("cuda")))
+        move_digests_triton([(source, tokens, target, torch.tensor([3, 0, 6]), 3)])
+    assert target.tolist() == [[3, 0, 1, 0], [7, 4, 5, 0]]
+
+
+def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 2, 1)], [pool(2, 1, 2)]])
     parts = [(0, [at % 4 for at in range(70)]), (1, [3]), (1, list(range(4)) * 8)]
     digest_parts = PartsTriton(spaces, None)
-    started: list[int] = []
+    started: list[tuple[int, int]] = []
 
     class Kernel:
-        def __getitem__(self, grid: tuple[int, int, int]) -> Any:
-            started.append(math.prod(grid))
+        def __getitem__(self, grid: tuple[int, int]) -> Any:
+            started.append(grid)
             return kernel[grid]
 
     kernel = digest_rows_triton._digest_rows
     monkeypatch.setattr(digest_rows_triton, "_digest_rows", Kernel())
     assert digest_parts(parts)[0].tolist() == by_numpy(spaces, parts)
-    assert started == [16 * 2 * 4] * 2
+    assert digest_parts([(0, ())])[0].tolist() == []
+    assert started == [(103, 2)]
 
 
-def test_what_a_launch_reads_stays_until_it_was_read() -> None:
-    """A device that runs a launch when it is waited for, and not before."""
+class Device:
+    """That runs a launch when it is waited for, and not before: in place of a stream, and of the events of slots."""
+
+    cuda_stream = 7
+
+    def __init__(self, digest_parts: PartsTriton, monkeypatch: pytest.MonkeyPatch) -> None:
+        self.begun: list[Callable[[], Any]] = []  #: what it has before the next record
+        self.waited: list[Event] = []
+        self.parts = digest_parts
+        digest_parts._kernel, digest_parts._constant, digest_parts._stream = self, (), self
+        for slot in digest_parts._slots:
+            slot.there = Event(self, slot)
+        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+
+    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
+        def begin(address: int, block: int, far: bool, stream: int) -> None:
+            assert (stream, far, grid[2]) == (7, False, 1)
+            slot = self.parts._slots[-1]
+            rows = slot.rows if slot.copied is None else slot.copied
+            assert rows.data_ptr() == address
+            kept = weakref.ref(rows)
+
+            def run() -> None:
+                rows = kept()
+                assert rows is not None
+                digest_rows_triton._by_rows(self.parts._spaces, rows, grid[0], far=False)
+
+            self.begun.append(run)
+
+        return begin
+
+
+class Event:
+    def __init__(self, device: Device, slot: Any) -> None:
+        self.device, self.slot = device, slot
+        self.late: list[Callable[[], Any]] = []  #: what the device has before it
+        self.written: Any = None
+
+    def record(self, stream: Device) -> None:
+        assert stream is self.device
+        self.late, stream.begun = self.late + stream.begun, []
+        self.written = weakref.ref(self.slot.memory)
+
+    def query(self) -> bool:
+        return not self.late
+
+    def synchronize(self) -> None:
+        self.device.waited.append(self)
+        assert self.written() is not None  # wanted or not
+        while self.late:
+            self.late.pop(0)()
+
+
+@pytest.mark.parametrize("pages", [1, 65])
+def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 1, 1)]])
     digest_parts = PartsTriton(spaces, None)
-    launches = list(digest_parts._launches)
-
-    class Event:
-        """Of one launch. `begun` is what the device has before it, `late` what of that was before a record."""
-
-        def __init__(self, launch: Any) -> None:
-            begin, self.begun, self.late = launch._begin_again, [], []
-            launch._begin_again = lambda: self.begun.append(begin)
-
-        def record(self) -> None:
-            self.late, self.begun = self.late + self.begun, []
-
-        def query(self) -> bool:
-            return not self.late
-
-        def synchronize(self) -> None:
-            waited.append(self)
-            while self.late:
-                self.late.pop(0)()
-
-    waited: list[Event] = []
-    for launch in launches:
-        launch.there = Event(launch)
-    parts = [[(0, [at % 4] * 65)] for at in range(len(launches))]  # two launches each
-    found = [digest_parts(part) for part in parts[: len(launches) // 2]]
-    assert not waited
-    found += [digest_parts(part) for part in parts[len(launches) // 2 :]]
-    assert waited == [launch.there for launch in launches]
-    for launch in launches:
-        launch.there.record()
-        launch.there.synchronize()
+    digest_parts([(0, [1])])  # has its piece of memory
+    device = Device(digest_parts, monkeypatch)
+    slots = list(digest_parts._slots)
+    parts = [[(0, [at % 4] * pages)] for at in range(2 * len(slots))]
+    found = [digest_parts(part) for part in parts[: len(slots)]]
+    assert not device.waited
+    found += [digest_parts(part) for part in parts[len(slots) :]]
+    assert device.waited == [slot.there for slot in slots]
+    assert [event for _, event in found] == [slot.there for slot in slots] * 2
+    for slot in slots:
+        slot.there.synchronize()
     assert [one.tolist() for one, _ in found] == [by_numpy(spaces, part) for part in parts]
-    assert found[-1][1] is digest_parts._launches[-1].there
-
-
-def test_a_launch_of_few_lists_repeats_none_of_those_before() -> None:
-    spaces = SpaceBuffers([[pool(1, 1, 1)]])
-    digest_parts = PartsTriton(spaces, None)
-    before, _ = digest_parts([(0, [1])] * 4)
-    before[:] = 0
-    for _ in range(len(digest_parts._launches)):
-        digest_parts([(0, [2])])
-    assert before.tolist() == [0] * 4
-
-
-def test_what_a_launch_writes_to_lives_until_it_is_over_wanted_or_not() -> None:
-    """On a device that is never done before it is waited for, and on its stream."""
-    spaces = SpaceBuffers([[pool(1, 1, 1)]])
-    digest_parts = PartsTriton(spaces, None)
-    on_stream, waited = list[None](), list[bool]()
-
-    class Event:
-        def __init__(self, launch: Any) -> None:
-            self.launch, self.begin = launch, launch._begin_again
-            launch._begin_again = self.begun
-
-        def begun(self) -> None:
-            assert on_stream
-            self.begin()
-
-        def record(self) -> None:
-            assert on_stream
-            self.written = weakref.ref(self.launch.memory)
-
-        def query(self) -> bool:
-            return not hasattr(self, "written")
-
-        def synchronize(self) -> None:
-            waited.append(self.written() is not None)
-
-    @contextmanager
-    def stream() -> Iterator[None]:
-        on_stream.append(None)
-        yield
-        on_stream.pop()
-
-    digest_parts._on_stream = stream
-    for launch in digest_parts._launches:
-        launch.there = Event(launch)
-    for _ in range(len(digest_parts._launches)):
-        digest_parts([(0, [1] * 65)])  # two launches each
-    assert waited == [True] * len(digest_parts._launches)
+    for _ in range(2 * len(slots)):
+        digest_parts([(0, [1] * pages)])  # nobody keeps them
 
 
 def test_digests_of_one_piece_of_memory_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -244,7 +275,7 @@ def test_each_page_of_a_long_list_goes_to_its_place() -> None:
     spaces = SpaceBuffers([[PageBuffers([torch.arange(50 * 8, dtype=torch.int32).view(torch.uint8).view(50, 32)] * 2)]])
     pages = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:37]
     out = torch.full((2, 50), -1)
-    digest_into_triton(spaces, [(0, pages[:2], out), (0, pages[2:], out)])
+    digest_into_triton(spaces, [(0, pages, range(2), 1, out), (0, pages, range(2, 37), 1, out)])
     expected = torch.full((2, 50), -1)
     values = np.array(by_numpy(spaces, [(0, pages.tolist())]), dtype=np.uint64).view(np.int64)
     expected[:, pages] = torch.from_numpy(values).view(2, -1)

@@ -55,7 +55,7 @@ def handshake_waiters(stock: Any, prealloc_queue: Any, *args: Any) -> Any:
     """Stock leaves the reduction out while nobody waits for a handshake, unless it knows of a failure itself."""
     here = rank.here()
     queue = prealloc_queue.queue
-    if here is not None and here.gate.guarded(Guard.AGREEMENT) and queue and all(r.waiting_for_input for r in queue):
+    if queue and here is not None and here.gate.guarded(Guard.AGREEMENT) and all(r.waiting_for_input for r in queue):
         queue[0].waiting_for_input = False  # the reduction that follows sets it again
     return stock(prealloc_queue, *args)
 

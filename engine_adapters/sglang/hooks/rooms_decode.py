@@ -92,7 +92,8 @@ def metadata_gate(stock: Any, polls: list[int], decode_reqs: Any, buffers: Any, 
         for i, status in enumerate(polls)
         if status == KVPoll.Success and decode_reqs[i].req.bootstrap_host != FAKE_BOOTSTRAP_HOST
     ]
-    _compute(here, [decode_reqs[i].req.bootstrap_room for i in arrived])
+    if arrived:
+        _compute(here, [decode_reqs[i].req.bootstrap_room for i in arrived])
     for i in arrived:
         polls[i] = _verdict(here, decode_reqs[i], buffers)
 

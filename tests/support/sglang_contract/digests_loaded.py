@@ -36,8 +36,10 @@ def wrong_bytes_after_a_load_fail_what_is_being_computed(_: bool) -> None:
 def _noted_on(made: World) -> list[Any]:
     """The streams on which digests of copies will have been noted."""
     streams: list[Any] = []
-    joined = made.rank.digests._joined
-    made.rank.digests._joined = lambda copies: streams.append(made.device.current) or joined(copies)
+    digests = made.rank.digests
+    joined, note = digests._joined, digests._note
+    digests._joined = lambda copies: streams.append(made.device.current) or joined(copies)
+    digests._note = lambda copies: streams.append(made.device.current) or note(copies)
     return streams
 
 
@@ -72,8 +74,8 @@ def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
     sealed = made.rank.digests.spaces["full"].sealed.clone()
     for device, host in ((10, 0), (11, 0), (10, 1)):
         made.back_up(device, host)
-    joined, together = made.rank.digests._joined, []
-    made.rank.digests._joined = lambda copies: together.append(len(copies)) or joined(copies)
+    note, together = made.rank.digests._note, []
+    made.rank.digests._note = lambda copies: together.append(len(copies)) or note(copies)
     made.compute(12)
     assert together == [1, 1, 1]
     assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()

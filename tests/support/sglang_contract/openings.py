@@ -112,3 +112,17 @@ def what_came_with_the_handshake_is_taken_in_though_nothing_else_comes(_: bool) 
     made.rank.report = lambda: None
     made.rank.attend()
     assert made.rank.rooms.live(7)
+
+
+@alone
+def only_what_has_something_is_read(_: bool) -> None:
+    made, theirs = _linked(Role.DECODE)
+    ours, other = socket.socketpair()
+    read: list[str] = []
+    made.rank._link.take_in = lambda: read.append(f"link {len(made.rank._link._socket.recv(100))}")
+    made.rank.hears(ours.fileno(), lambda: bool(read.append(f"others {len(ours.recv(100))}")))
+    for written in ([theirs], [other], [theirs, other], []):
+        for number, end in enumerate(written, 1):
+            end.send(b"x" * number)
+        made.rank.attend()
+    assert read == ["link 1", "others 1", "link 1", "others 2"]
