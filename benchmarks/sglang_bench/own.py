@@ -62,7 +62,8 @@ class Own:
         self._folder = folder
         self._clock_ns = clock_ns
         self._counts: Counter[str] = Counter()
-        self._of_turn: Counter[str] = Counter()
+        self._of_turn: dict[str, list[int]] = {}  #: nanoseconds and calls, by hook
+        self._forwards = False
         self._began: int | None = None
         self._loop = 0  #: its thread
         self._written = 0.0
@@ -71,7 +72,7 @@ class Own:
         """A hook of this kind; one that replaces SGLang's function as it is: none of those is called in the loop."""
         if kind == "replace":
             return function
-        clock_ns = self._clock_ns
+        clock_ns, spent = self._clock_ns, self._of_turn.setdefault(name, [0, 0])
 
         @functools.wraps(function)
         def ours(*args: Any, **kwargs: Any) -> Any:
@@ -94,14 +95,13 @@ class Own:
             finally:
                 took = clock_ns() - began - theirs
                 if threading.get_ident() == self._loop:
-                    self._of_turn["own"] += took
-                    self._of_turn[f"own {name}"] += took
-                    self._of_turn[f"calls {name}"] += 1
+                    spent[0] += took
+                    spent[1] += 1
 
         return ours
 
     def forward(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-        self._of_turn["forwards"] = 1
+        self._forwards = True
 
     def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
         """A turn begins."""
@@ -109,10 +109,16 @@ class Own:
         self._loop = threading.get_ident()
         if self._began is not None:
             self._counts["lasted"] += now - self._began
-            if self._of_turn["forwards"]:
-                self._of_turn["turns"] = now - self._began
-                self._counts.update(self._of_turn)
-        self._of_turn.clear()
+            if self._forwards:
+                self._counts["forwards"] += 1
+                self._counts["turns"] += now - self._began
+                for name, (spent, calls) in self._of_turn.items():
+                    self._counts["own"] += spent
+                    self._counts[f"own {name}"] += spent
+                    self._counts[f"calls {name}"] += calls
+        self._forwards = False
+        for each in self._of_turn.values():
+            each[:] = 0, 0
         self._began = now
         if time.monotonic() > self._written + parts.WRITTEN_SECONDS:
             self._written = time.monotonic()
@@ -141,6 +147,7 @@ def share(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
     each = {
         name: [round(more[f"own {name}"] / forwards / 1000, 2), round(more[f"calls {name}"] / forwards, 3)]
         for name in sorted(hooks, key=lambda name: -more[f"own {name}"])
+        if more[f"calls {name}"]
     }
     return {
         "turns": forwards,

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import gc
-import os
 import pkgutil
 import sys
 from itertools import pairwise
@@ -72,7 +71,7 @@ def _attended(made: Any, sleep: Any, clock: Any) -> dict[str, list[float]]:
     made.rank._link = mock.Mock(**{"connect.return_value": SimpleNamespace(progress_interval=0.25)})
     made.rank._link.take_in = lambda: did.append((clock(), "took in"))
     made.rank._link.fileno.return_value = something_to_read()
-    made.rank.hears(os.eventfd(0), lambda: bool(did.append((clock(), "heard"))))
+    made.rank.hears(something_to_read(), lambda: bool(did.append((clock(), "heard"))))
     made.rank.report = lambda: did.append((clock(), "reported"))
     made.rank.agent.tick = lambda: did.append((clock(), "agent"))
     made.rank.rooms.tick = lambda: did.append((clock(), "rooms"))
