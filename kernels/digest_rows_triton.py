@@ -1,11 +1,10 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Page digests in Triton of pages of several spaces at once: each is a row of one launch."""
+"""Page digests in Triton of pages of several spaces at once: rows of one launch say where each lies and goes."""
 
 from __future__ import annotations
 
 import struct
 from collections import deque
-from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -16,59 +15,66 @@ from dsv4ctl.kernels.buffers import Moves, Places, SpaceBuffers
 from dsv4ctl.kernels.digest_triton import digest_of
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
-
-
-class _Row(NamedTuple):
-    """A page whose number is known, or (`far`) lies on the device."""
-
-    first: int  #: buffer of the page's space
-    buffers: int  #: of the space
-    page: int  #: its number; far: where its first token lies, int64
-    place: int  #: where the digest of its first buffer goes; far: where that of page 0 would
-    step: int  #: bytes from there to that of the next buffer
-    page_tokens: int = 0  #: far
-    below: int = 0  #: far: what the page's number must be
-
-
-_ROW = len(_Row._fields)
-ROW = tl.constexpr(_ROW)
-_NEAR = 16  # rows that a kernel reads where they are written: more are copied to the device first
+_AT_ONCE = 16  # pages of a list that one row names
+_NEAR = 4  # rows that a kernel reads where they are written: a room's pages have one in each of three spaces
 _SLOTS = 8  # calls that may be under way at once
 _MEMORY = 65_536  # digests that are handed out of one piece: to ask for pinned memory takes longer than to use it
 
 
-# No size and no count is an argument: any mix of pages by the same compiled kernel.
+class _Kernel:
+    """A kernel of addresses alone, of memory that is aligned as PyTorch aligns it: compiled once for each device.
+
+    It is launched by its handle, on a stream that need not be entered: that takes half the time of Triton's own way.
+    """
+
+    def __init__(self, kernel, *constants, warps):
+        self._kernel = kernel
+        self._constants = constants
+        self._warps = warps
+        self._compiled = {}
+
+    def __call__(self, grid, *tensors, stream=None):
+        """On the current stream, or on `stream`."""
+        device = tensors[0].device
+        compiled = self._compiled.get(device)
+        if compiled is None:  # on a CPU always
+            with torch.cuda.stream(stream):
+                self._compiled[device] = self._kernel[grid](*tensors, *self._constants, num_warps=self._warps)
+        else:
+            handle = (torch.cuda.current_stream(device) if stream is None else stream).cuda_stream
+            compiled[grid](*[tensor.data_ptr() for tensor in tensors], *self._constants, stream=handle)
+
+
 @triton.jit
-def _digest_rows(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr, far: tl.constexpr):
-    row, buffer = rows_ptr + tl.program_id(0) * ROW, tl.program_id(1)
-    if buffer < tl.load(row + 1):
-        page = tl.load(row + 2)
-        place = tl.load(row + 3) + buffer * tl.load(row + 4)
-        wanted = page >= 0
-        if far:
-            token = tl.load(page.to(tl.pointer_type(tl.int64)))
-            page = token // tl.load(row + 5)
-            place += page * 8
-            wanted = (token >= 0) & (page < tl.load(row + 6))
-        if wanted:
-            entry = table_ptr + (tl.load(row) + buffer) * 2
-            words = tl.load(entry + 1)
-            digest = digest_of(tl.load(entry) + page * words * 8, words, odd_ptr, block)
-            tl.store(place.to(tl.pointer_type(tl.int64)), digest)
+def _digest_page(table_ptr, odd_ptr, buffer, page, place, block: tl.constexpr):
+    words = tl.load(table_ptr + buffer * 2 + 1)
+    digest = digest_of(tl.load(table_ptr + buffer * 2) + page * words * 8, words, odd_ptr, block)
+    tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-def _by_rows(spaces, rows, number, *, far):
-    """`rows`: on the device, or pinned. Returns the compiled kernel."""
-    return _digest_rows[(number, max(spaces.counts))](
-        spaces.table, spaces.multipliers, rows, block=_BLOCK, far=far, num_warps=_WARPS
-    )
+# Up to `_AT_ONCE` pages of a list a row: first buffer of their space, how many it has, where in `rows` their numbers
+# begin, how many, where digests of the first buffer go, bytes from there to those of the next.
+_LIST = 6
+LIST = tl.constexpr(_LIST)
+
+
+@triton.jit
+def _digest_lists_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
+    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * LIST
+    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
+        page = tl.load(rows_ptr + tl.load(row + 2) + at)
+        place = tl.load(row + 4) + buffer * tl.load(row + 5) + at * 8
+        _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
+
+
+_digest_lists = _Kernel(_digest_lists_kernel, _BLOCK, warps=_WARPS)
 
 
 class _Slot:
     """What the device reads, and writes to, until `there`."""
 
     def __init__(self, gpu):
-        self.rows = torch.zeros(_NEAR * _ROW, dtype=torch.int64, pin_memory=gpu)
+        self.rows = torch.zeros(_NEAR * (_LIST + _AT_ONCE), dtype=torch.int64, pin_memory=gpu)
         self.bytes = self.rows.numpy().data.cast("B")
         self.copied = None  #: rows, if there are more
         self.memory = None
@@ -78,51 +84,53 @@ class _Slot:
 class PartsTriton:
     """`buffers.digest_parts_torch`, on `stream` (on a CPU None), into pinned host memory.
 
-    One room takes the host little: the kernel is launched on the stream by its handle, which need not be entered, and
-    reads what it is to do where that was written. Beyond `_SLOTS` a call waits for the device.
+    Rows of one room are read where they are written, in pinned memory. Beyond `_SLOTS` a call waits for the device.
     """
 
     def __init__(self, spaces, stream):
         self._spaces = spaces
         self._stream = stream
+        self._most = max(spaces.counts)
         self._memory, self._address, self._used = np.empty(0, dtype=np.uint64), 0, 0
         self._slots = deque(_Slot(stream is not None) for _ in range(_SLOTS))
         if stream is not None:
             torch.cuda.synchronize(spaces.device)
-            with torch.cuda.stream(stream):
-                self._kernel = _by_rows(spaces, self._slots[0].rows, 1, far=False)
-            self._constant = spaces.table.data_ptr(), spaces.multipliers.data_ptr()
+        self._begin(self._slots[0].rows, 1, 1)  # compiles: a row of no page
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        rows = list[_Row]()
-        memory, place = self._room_for(sum(self._spaces.counts[space] * len(pages) for space, pages in parts))
+        counts, firsts = self._spaces.counts, self._spaces.firsts
+        memory, place = self._room_for(sum(counts[space] * len(pages) for space, pages in parts))
+        number = sum(-(-len(pages) // _AT_ONCE) for _, pages in parts)
+        rows, listed, longest = list[int](), list[int](), 0
         for space, pages in parts:
-            first, buffers = self._spaces.firsts[space], self._spaces.counts[space]
-            rows += [_Row(first, buffers, page, place + 8 * at, 8 * len(pages)) for at, page in enumerate(pages)]
-            place += 8 * buffers * len(pages)
+            buffers, size = counts[space], len(pages)
+            for at in range(0, size, _AT_ONCE):
+                each = pages[at : at + _AT_ONCE]
+                begin = number * _LIST + len(listed)
+                rows += (firsts[space], buffers, begin, len(each), place + 8 * at, 8 * size)
+                listed += each
+                longest = max(longest, len(each))
+            place += 8 * buffers * size
         self._slots.rotate(-1)
         slot = self._slots[-1]
         if slot.there is not None and not slot.there.query():
             slot.there.synchronize()
         slot.memory, slot.copied = memory, None
-        if rows:
-            self._begin(slot, rows)
+        if number > _NEAR:
+            with torch.cuda.stream(self._stream):
+                slot.copied = _on_device([*rows, *listed], self._spaces.device)
+            self._begin(slot.copied, longest, number)
+        elif number:
+            struct.pack_into(f"={len(rows) + len(listed)}q", slot.bytes, 0, *rows, *listed)
+            self._begin(slot.rows, longest, number)
+        if slot.there is not None:
+            slot.there.record(self._stream)
         return memory, slot.there
 
-    def _begin(self, slot, rows):
-        if len(rows) <= _NEAR:
-            struct.pack_into(f"={len(rows) * _ROW}q", slot.bytes, 0, *_flat(rows))
-        else:
-            with torch.cuda.stream(self._stream):  # does nothing for None
-                slot.copied = _on_device(rows, self._spaces.device)
-        there = slot.rows if slot.copied is None else slot.copied
-        if self._stream is None:
-            _by_rows(self._spaces, there, len(rows), far=False)
-            return
-        grid = len(rows), max(self._spaces.counts), 1
-        self._kernel[grid](*self._constant, there.data_ptr(), _BLOCK, False, stream=self._stream.cuda_stream)
-        slot.there.record(self._stream)
+    def _begin(self, rows, longest, number):
+        grid = longest, self._most, number
+        _digest_lists(grid, self._spaces.table, self._spaces.multipliers, rows, stream=self._stream)
 
     def _room_for(self, size):
         """So much memory, and its address."""
@@ -135,81 +143,89 @@ class PartsTriton:
         return self._memory[begin : self._used], self._address + 8 * begin
 
 
-def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
-    """`buffers.digest_into_torch`, in one launch that no host waits for."""
-    rows = list[_Row]()
-    for space, tokens, firsts, page_tokens, out in places:
-        first, buffers = spaces.firsts[space], spaces.counts[space]
-        where, step, below = tokens.data_ptr(), 8 * out.stride(0), out.shape[1]
-        rows += [_Row(first, buffers, where + 8 * at, out.data_ptr(), step, page_tokens, below) for at in firsts]
-    if rows:
-        _by_rows(spaces, _on_device(rows, spaces.device), len(rows), far=True)
-
-
-def _on_device(rows, device):
-    # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
-    return torch.tensor(_flat(rows), dtype=torch.int64).to(device, non_blocking=True)
-
-
-def _flat(rows):
-    return [number for row in rows for number in row]
-
-
-class _Move(NamedTuple):
-    """A page's digests on their way. Each side: where the first of page 0 is, bytes from there to the next buffer's,
-    and where the page's first token lies, int64, or the complement of that token."""
-
-    buffers: int
-    page_tokens: int
-    source: int
-    source_step: int
-    source_token: int
-    target: int
-    target_step: int
-    target_token: int
-
-
-MOVE = tl.constexpr(len(_Move._fields))
+# A page a row: first buffer of its space, how many it has, where its first token lies (int64), tokens of a page, what
+# its number must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
+_TOKEN = 7
+TOKEN = tl.constexpr(_TOKEN)
 
 
 @triton.jit
-def _page_at(where, page_tokens):
+def _digest_tokens_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
+    row, buffer = rows_ptr + tl.program_id(0) * TOKEN, tl.program_id(1)
+    if buffer < tl.load(row + 1):
+        token = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int64)))
+        page = token // tl.load(row + 3)
+        if (token >= 0) & (page < tl.load(row + 4)):
+            place = tl.load(row + 5) + buffer * tl.load(row + 6) + page * 8
+            _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
+
+
+_digest_tokens = _Kernel(_digest_tokens_kernel, _BLOCK, warps=_WARPS)
+
+
+def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
+    """`buffers.digest_into_torch`, in one launch that no host waits for."""
+    rows = list[int]()
+    for space, tokens, firsts, page_tokens, out in places:
+        buffers, where = (spaces.firsts[space], spaces.counts[space]), tokens.data_ptr()
+        place = page_tokens, out.shape[1], out.data_ptr(), 8 * out.stride(0)
+        for at in firsts:
+            rows += (*buffers, where + 8 * at, *place)
+    if rows:
+        grid = len(rows) // _TOKEN, max(spaces.counts), 1
+        _digest_tokens(grid, spaces.table, spaces.multipliers, _on_device(rows, spaces.device))
+
+
+# A page a row: how many buffers its space has, tokens of a page, and of both sides where the digest of page 0 would be,
+# bytes from there to that of the next buffer, and where the page's first token lies, or the complement of that token.
+_MOVE = 8
+MOVE = tl.constexpr(_MOVE)
+
+
+@triton.jit
+def _place(side, page_tokens):
+    where = tl.load(side + 2)
     token = ~where
     if where >= 0:
         token = tl.load(where.to(tl.pointer_type(tl.int64)))
-    return token // page_tokens
+    return tl.load(side) + token // page_tokens * 8
 
 
 @triton.jit
-def _move_rows(rows_ptr, block: tl.constexpr):
-    row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.arange(0, block)
+def _move_kernel(rows_ptr, block: tl.constexpr):
+    row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.program_id(1) * block + tl.arange(0, block)
     here, page_tokens = buffer < tl.load(row), tl.load(row + 1)
-    source = tl.load(row + 2) + buffer * tl.load(row + 3) + _page_at(tl.load(row + 4), page_tokens) * 8
-    target = tl.load(row + 5) + buffer * tl.load(row + 6) + _page_at(tl.load(row + 7), page_tokens) * 8
+    source = _place(row + 2, page_tokens) + buffer * tl.load(row + 3)
+    target = _place(row + 5, page_tokens) + buffer * tl.load(row + 6)
     value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
     tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
 
 
+_MOVE_BLOCK = 32
+_move = _Kernel(_move_kernel, _MOVE_BLOCK, warps=1)
+
+
 def move_digests_triton(moves: Moves) -> None:
     """`buffers.move_digests_torch`, in one launch that no host waits for."""
-    rows = list[_Move]()
+    rows, most = list[int](), 0
     for source, source_tokens, target, target_tokens, page_tokens in moves:
-        sides = (
-            (each.data_ptr(), 8 * each.stride(0), _tokens(tokens, each.device))
-            for each, tokens in ((source, source_tokens), (target, target_tokens))
-        )
-        (begin, step, froms), (target_begin, target_step, tos) = sides
-        rows += [
-            _Move(source.shape[0], page_tokens, begin, step, token, target_begin, target_step, target_token)
-            for token, target_token in zip(froms, tos, strict=True)
-        ]
+        size = source.shape[0], page_tokens
+        source_side, target_side = (source.data_ptr(), 8 * source.stride(0)), (target.data_ptr(), 8 * target.stride(0))
+        sides = (_tokens(source_tokens, source.device), _tokens(target_tokens, target.device))
+        for source_token, target_token in zip(*sides, strict=True):
+            rows += (*size, *source_side, source_token, *target_side, target_token)
+        most = max(most, source.shape[0])
     if rows:
-        block = triton.next_power_of_2(max(row.buffers for row in rows))
-        _move_rows[(len(rows),)](_on_device(rows, moves[0][0].device), block=block)
+        _move((len(rows) // _MOVE, triton.cdiv(most, _MOVE_BLOCK), 1), _on_device(rows, moves[0][0].device))
 
 
 def _tokens(tokens, device):
-    """As `_Move` has them."""
+    """As rows of moves have them."""
     if tokens.device == device:
         return range(tokens.data_ptr(), tokens.data_ptr() + 8 * len(tokens), 8)
     return [~token for token in tokens.tolist()]
+
+
+def _on_device(numbers, device):
+    # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
+    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)

@@ -9,8 +9,8 @@ from __future__ import annotations
 import socket
 import threading
 from collections import deque
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager, suppress
+from collections.abc import Callable, Iterable
+from contextlib import suppress
 
 from dsv4ctl.controlplane.link.codec import Decoder, FrameError, encode
 from dsv4ctl.controlplane.link.wire import Hello, Refused, ToControlPlane, ToRank, Welcome
@@ -78,17 +78,19 @@ class LinkClient:
         """Handles the frames that have arrived by now, once started. Never blocks; not for two threads at once."""
         if not self._taken_in:
             return
-        with self._end_is_told():
-            early, self._early = self._early, []
-            self._handle(early)
-            more = True
-            while more:
-                try:
-                    data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
-                except BlockingIOError:
-                    return
-                self._handle(self._decoded(data))
-                more = len(data) == _READ_BYTES  # a read of a Unix stream ends early only where there is no more
+        self._end_is_told(self._take_in)
+
+    def _take_in(self) -> None:
+        early, self._early = self._early, []
+        self._handle(early)
+        more = True
+        while more:
+            try:
+                data = self._socket.recv(_READ_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            self._handle(self._decoded(data))
+            more = len(data) == _READ_BYTES  # a read of a Unix stream ends early only where there is no more
 
     def gather(self) -> None:
         """From here on, what the caller's thread sends waits until any calls `flush`, or another sends something.
@@ -166,15 +168,16 @@ class LinkClient:
         return first
 
     def _serve(self) -> None:
-        with self._end_is_told():
-            self._handle(self._early)
-            while True:
-                self._handle(self._decoded(self._socket.recv(_READ_BYTES)))
+        self._end_is_told(self._read)
 
-    @contextmanager
-    def _end_is_told(self) -> Iterator[None]:
+    def _read(self) -> None:
+        self._handle(self._early)
+        while True:
+            self._handle(self._decoded(self._socket.recv(_READ_BYTES)))
+
+    def _end_is_told(self, body: Callable[[], None]) -> None:
         try:
-            yield
+            body()
         except (OSError, FrameError) as error:
             self._end(str(error))
         except Exception as error:

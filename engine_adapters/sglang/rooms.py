@@ -7,7 +7,7 @@ a record and has failed is held: its pages, its metadata slot and its place in S
 from __future__ import annotations
 
 import threading
-from collections import Counter, OrderedDict
+from collections import OrderedDict
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass, field
 from typing import Any
@@ -40,7 +40,7 @@ class Room:
     exposed: bool = False
     verified: bool = False
     writers: dict[str, str] = field(default_factory=dict)  #: on a decode rank: incarnation -> endpoint
-    bytes_by_pool: Counter[str] = field(default_factory=Counter)  #: of `source`
+    bytes_by_pool: dict[str, int] = field(default_factory=dict)  #: of `source`
     waits: list[Event] = field(default_factory=list)  #: on a prefill rank: forwards that still write its pages
     sealed: Fetched | None = None  #: on a prefill rank: what its pages were when they were computed
     told: dict[str, Digests] = field(default_factory=dict)  #: on a decode rank: what each writer's pages were
@@ -250,7 +250,8 @@ class Rooms:
         """A chunk with these pages of each space waits to be sent: so many bytes of each pool."""
         for space, numbers in pages.items():
             room.source[space] = room.source.get(space, ()) + numbers
-        room.bytes_by_pool.update(byte_counts)
+        for pool, count in byte_counts.items():
+            room.bytes_by_pool[pool] = room.bytes_by_pool.get(pool, 0) + count
         self._agent.note(room.key, bytes_by_pool=dict(room.bytes_by_pool))
 
     def note(self, room: Room, **detail: Any) -> None:

@@ -1,6 +1,9 @@
+from __future__ import annotations
+
 import weakref
 from collections.abc import Callable
 from contextlib import nullcontext
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -173,50 +176,85 @@ def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 2, 1)], [pool(2, 1, 2)]])
     parts = [(0, [at % 4 for at in range(70)]), (1, [3]), (1, list(range(4)) * 8)]
     digest_parts = PartsTriton(spaces, None)
-    started: list[tuple[int, int]] = []
+    started: list[tuple[int, int, int]] = []
+
+    def start(grid: tuple[int, int, int], *arguments: Any, stream: None) -> None:
+        started.append(grid)
+        kernel(grid, *arguments, stream=stream)
+
+    kernel = digest_rows_triton._digest_lists
+    monkeypatch.setattr(digest_rows_triton, "_digest_lists", start)
+    assert digest_parts(parts)[0].tolist() == by_numpy(spaces, parts)
+    assert digest_parts([(1, [2, 1])])[0].tolist() == by_numpy(spaces, [(1, [2, 1])])
+    assert digest_parts([(0, ())])[0].tolist() == []
+    assert started == [(16, 2, 5 + 1 + 2), (2, 2, 1)]
+
+
+def test_a_kernel_is_compiled_once_for_each_device_and_launched_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[Any] = []
+
+    class Compiled:
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            return lambda *arguments, **more: said.append((grid, *arguments, more))
 
     class Kernel:
-        def __getitem__(self, grid: tuple[int, int]) -> Any:
-            started.append(grid)
-            return kernel[grid]
+        def __getitem__(self, grid: tuple[int, ...]) -> Any:
+            def compile_and_start(*arguments: Any, **more: Any) -> Compiled:
+                said.append(("compiled", grid, *arguments, more))
+                return Compiled()
 
-    kernel = digest_rows_triton._digest_rows
-    monkeypatch.setattr(digest_rows_triton, "_digest_rows", Kernel())
-    assert digest_parts(parts)[0].tolist() == by_numpy(spaces, parts)
-    assert digest_parts([(0, ())])[0].tolist() == []
-    assert started == [(103, 2)]
+            return compile_and_start
+
+    def entered(stream: Any) -> Any:
+        said.append(("entered", stream))
+        return nullcontext()
+
+    def on(device: str, address: int) -> Any:
+        return SimpleNamespace(device=device, data_ptr=lambda: address)
+
+    streams = {device: SimpleNamespace(cuda_stream=f"current of {device}") for device in ("a", "b")}
+    monkeypatch.setattr(torch.cuda, "stream", entered)
+    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
+    kernel = digest_rows_triton._Kernel(Kernel(), 4096, True, warps=16)
+    mine = SimpleNamespace(cuda_stream="mine")
+    first, second, third = on("a", 1), on("host", 2), on("b", 3)
+    kernel((1, 2, 3), first, second, stream=mine)
+    kernel((4, 5, 6), first, second, stream=mine)
+    kernel((4, 5, 6), first, second)
+    kernel((7, 1, 1), third)
+    assert said == [
+        ("entered", mine),
+        ("compiled", (1, 2, 3), first, second, 4096, True, {"num_warps": 16}),
+        ((4, 5, 6), 1, 2, 4096, True, {"stream": "mine"}),
+        ((4, 5, 6), 1, 2, 4096, True, {"stream": "current of a"}),
+        ("entered", None),
+        ("compiled", (7, 1, 1), third, 4096, True, {"num_warps": 16}),
+    ]
 
 
 class Device:
     """That runs a launch when it is waited for, and not before: in place of a stream, and of the events of slots."""
 
-    cuda_stream = 7
-
     def __init__(self, digest_parts: PartsTriton, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Callable[[], Any]] = []  #: what it has before the next record
         self.waited: list[Event] = []
-        self.parts = digest_parts
-        digest_parts._kernel, digest_parts._constant, digest_parts._stream = self, (), self
+        self.start = digest_rows_triton._digest_lists
+        digest_parts._stream = self
         for slot in digest_parts._slots:
             slot.there = Event(self, slot)
         monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        monkeypatch.setattr(digest_rows_triton, "_digest_lists", self.begin)
 
-    def __getitem__(self, grid: tuple[int, int, int]) -> Callable[..., None]:
-        def begin(address: int, block: int, far: bool, stream: int) -> None:
-            assert (stream, far, grid[2]) == (7, False, 1)
-            slot = self.parts._slots[-1]
-            rows = slot.rows if slot.copied is None else slot.copied
-            assert rows.data_ptr() == address
-            kept = weakref.ref(rows)
+    def begin(self, grid: Any, table: Any, odd: Any, rows: torch.Tensor, *, stream: Device) -> None:
+        assert stream is self
+        kept = weakref.ref(rows)
 
-            def run() -> None:
-                rows = kept()
-                assert rows is not None
-                digest_rows_triton._by_rows(self.parts._spaces, rows, grid[0], far=False)
+        def run() -> None:
+            rows = kept()
+            assert rows is not None
+            self.start(grid, table, odd, rows)
 
-            self.begun.append(run)
-
-        return begin
+        self.begun.append(run)
 
 
 class Event:
@@ -240,7 +278,7 @@ class Event:
             self.late.pop(0)()
 
 
-@pytest.mark.parametrize("pages", [1, 65])
+@pytest.mark.parametrize("pages", [1, 16 * 4, 16 * 4 + 1])
 def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 1, 1)]])
     digest_parts = PartsTriton(spaces, None)
