@@ -21,8 +21,8 @@ from sglang_bench import parts
 _SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 #: How the names of our threads in an engine begin.
 _THREADS = ("dsv4ctl-", "link-")
-#: The hook that does nothing, and how often a turn it is called.
-_NOTHING, _CALLS = "nothing", 4
+#: The hook that does nothing.
+_NOTHING = "nothing"
 
 
 def register() -> None:
@@ -105,6 +105,7 @@ class Own:
 
     def forward(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
         self._forwards = True
+        self._nothing(bool)  # behind other work, as other hooks are
 
     def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
         """A turn begins."""
@@ -122,8 +123,7 @@ class Own:
         for each in self._of_turn.values():
             each[:] = 0, 0
         self._began = now
-        for _ in range(_CALLS):
-            self._nothing(bool)
+        self._nothing(bool)
         if time.monotonic() > self._written + parts.WRITTEN_SECONDS:
             self._written = time.monotonic()
             self._counts["others"] = _others()

@@ -39,7 +39,7 @@ def install(encoded: str) -> None:
             "install one of them, or set allow_unverified for this engine"
         )
     _load("rank").launched(request)
-    placed = [*resolve(hooks_of(release))]
+    placed = [*resolve(hook for hook in hooks_of(release) if request.engine["role"] in hook.roles)]
     if table.get("index_k_dtype") == "bf16":
         placed += _load("index_k.hooks").HOOKS[nearest(release)]
     verify_after_apply(register(placed))

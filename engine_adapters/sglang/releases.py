@@ -25,6 +25,7 @@ class Hook(NamedTuple):
     kind: Kind
     why: str
     releases: tuple[str, ...] = VERIFIED
+    roles: tuple[str, ...] = ("prefill", "decode", "single")  #: of an engine: in others it would be in the way
 
 
 _SCHEDULER = "managers.scheduler.Scheduler."
@@ -53,12 +54,14 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.life:run_batch",
         "around",
         "a launched forward of a room: its abort is acknowledged after it",
+        roles=("prefill",),
     ),
     Hook(
         "managers.tp_worker.TpModelWorker.forward_batch_generation",
         "hooks.life:forward",
         "around",
         "a captured prefill waits for whole loads; pages are sealed behind the forward that computes them",
+        roles=("prefill", "single"),
     ),
     Hook(
         _PREFILL + "process_batch_result_disagg_prefill",

@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import importlib.metadata
 import os
 import subprocess
 import sys
 import textwrap
+from types import SimpleNamespace
+
+import msgspec
+import pytest
 
 from dsv4ctl.engine_adapters.protocol import ENGINE_VARIABLE, LaunchRequest, encode_request
-from dsv4ctl.engine_adapters.sglang import plugin
-from dsv4ctl.engine_adapters.sglang.releases import VERIFIED, hooks_of, nearest
+from dsv4ctl.engine_adapters.sglang import install, plugin
+from dsv4ctl.engine_adapters.sglang.releases import VERIFIED, Hook, hooks_of, nearest
 
 REQUEST = LaunchRequest({"name": "p", "role": "prefill"}, 0, "me", "group", "/nowhere", (), "off", "model")
 
@@ -86,3 +91,23 @@ def test_an_unverified_release_is_treated_as_the_newest_verified_one_below_it() 
     assert nearest("0.5.17") == "0.5.16"
     assert nearest("0.1.0") == VERIFIED[0]
     assert hooks_of("0.5.17") == hooks_of("0.5.16")
+
+
+@pytest.mark.parametrize(
+    ("role", "left_out"), [("decode", {"run_batch", "forward_batch_generation"}), ("prefill", set())]
+)
+def test_an_engine_is_not_hooked_where_its_role_has_nothing_to_do(
+    monkeypatch: pytest.MonkeyPatch, role: str, left_out: set[str]
+) -> None:
+    hooked: list[Hook] = []
+    monkeypatch.setattr(install, "in_scheduler", lambda: True)
+    monkeypatch.setattr(install, "_load", lambda module: SimpleNamespace(launched=lambda request: None))
+    monkeypatch.setattr(install, "resolve", lambda hooks: hooked.extend(hooks) or [])
+    monkeypatch.setattr(install, "register", lambda placed: {})
+    monkeypatch.setattr(install, "verify_after_apply", lambda functions: None)
+    monkeypatch.setattr(importlib.metadata, "version", lambda name: "0.5.16")
+    install.install(
+        encode_request(msgspec.structs.replace(REQUEST, engine={"name": "e", "role": role}))[ENGINE_VARIABLE]
+    )
+    missing = {hook.target.rpartition(".")[2] for hook in hooks_of("0.5.16") if hook not in hooked}
+    assert missing == left_out

@@ -7,7 +7,6 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
-from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.hooks.readers import before_replay
@@ -35,7 +34,7 @@ def connect(stock: Any, scheduler: Any) -> Any:
 
 def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     here = rank.here()
-    if here is not None and here.role is Role.PREFILL and batch.forward_mode.is_extend():
+    if here is not None and batch.forward_mode.is_extend():
         for request in batch.reqs:
             here.rooms.forward_begin(request.bootstrap_room)
     return stock(scheduler, batch, *args, **kwargs)
@@ -44,7 +43,7 @@ def run_batch(stock: Any, scheduler: Any, batch: Any, *args: Any, **kwargs: Any)
 def forward(stock: Any, worker: Any, batch: Any, *args: Any, **kwargs: Any) -> Any:
     """On the stream of the forward: what it computed is sealed behind it."""
     here = rank.here()
-    if here is None or batch is None or here.role is Role.DECODE:
+    if here is None or batch is None:
         return stock(worker, batch, *args, **kwargs)
     if batch.forward_mode.is_extend():
         before_replay(here)
