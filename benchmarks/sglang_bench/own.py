@@ -1,7 +1,10 @@
 """How long our own code keeps a scheduler's loop: each hook's time without that of the function that it hooks.
 
 The plugin is `sglang_bench.own:register` (entry point group `sglang.srt.plugins`), which has to run before that of the
-hooks; OWN_LOG names its folder. To tell the time takes time: that of a hook which does nothing is taken off each call.
+hooks; OWN_LOG names its folder. Told beside it: the time of a hook that does nothing, which is the timer's own.
+
+Not told: hooks of bf16 index keys; what SGLang's transfer threads do for us, and waits of the loop for the interpreter
+that another thread has; what the registry takes to call a hook; work of the GPU, and what waits for it there.
 """
 
 from __future__ import annotations
@@ -38,26 +41,30 @@ def register() -> None:
 
     def timed(hooks: Iterable[Any]) -> Iterator[Placed]:
         for target, kind, function in resolve(hooks):
-            yield target, kind, own.timed(target.rpartition(".")[2], kind, function)
+            yield target, kind, own.timed(".".join(target.split(".")[-2:]), kind, function)
         _beneath_stock(own)
 
     install.resolve = timed
+    HookRegistry.register(parts.PARTS["requests"], own.turn, HookType.BEFORE)
+    HookRegistry.register(_SCHEDULER + "process_input_requests", own.requests, HookType.BEFORE)
     HookRegistry.register(_SCHEDULER + "run_batch", own.forward, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULER + "process_input_requests", own.turn, HookType.BEFORE)
+    HookRegistry.register(_SCHEDULER + "process_batch_result", own.result, HookType.BEFORE)
 
 
 def _beneath_stock(own: Own) -> None:
     """What SGLang calls of ours within a hooked function, once modules that need SGLang may be imported."""
-    from dsv4ctl.engine_adapters.sglang.hooks import rooms_decode
+    from dsv4ctl.engine_adapters.sglang.hooks import rooms_decode, sender
     from dsv4ctl.engine_adapters.sglang.rooms import Rooms
 
     Rooms.trailer = own.timed("trailer", "plain", Rooms.trailer)  # type: ignore[method-assign]
     rooms_decode.with_trailer = own.timed("with_trailer", "plain", rooms_decode.with_trailer)
+    sender.Chunks.put = own.timed("Chunks.put", "plain", sender.Chunks.put)  # type: ignore[method-assign]
 
 
 class Own:
-    """Nanoseconds of turns of the loop that ran a forward: `turns` in all, and ours by hook, the timer's own with it;
-    `forwards`: how many turns; `others`: processor time of our threads, `lasted`: since when, whatever the loop did.
+    """Nanoseconds of turns of the loop that got requests, ran a forward or had a result: of all, and ours by hook.
+
+    `forwards`: of so many turns; `others`: processor time of our threads, `lasted`: since when, whatever the loop did.
     """
 
     def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
@@ -65,9 +72,11 @@ class Own:
         self._clock_ns = clock_ns
         self._counts: Counter[str] = Counter()
         self._of_turn: dict[str, list[int]] = {}  #: nanoseconds and calls, by hook
-        self._forwards = False
+        self._worked = False
+        self._forwards = 0
         self._began: int | None = None
         self._loop = 0  #: its thread
+        self._port = 0
         self._written = 0.0
         self._nothing = self.timed(_NOTHING, "around", lambda stock: stock())
 
@@ -103,31 +112,38 @@ class Own:
 
         return ours
 
-    def forward(self, scheduler: Any, batch: Any, *_: Any, **__: Any) -> None:
-        self._forwards = True
-        self._nothing(bool)  # behind other work, as other hooks are
-
-    def turn(self, scheduler: Any, *_: Any, **__: Any) -> None:
+    def turn(self, *_: Any, **__: Any) -> None:
         """A turn begins."""
         now = self._clock_ns()
         self._loop = threading.get_ident()
         if self._began is not None:
             self._counts["lasted"] += now - self._began
-            if self._forwards:
-                self._counts["forwards"] += 1
+            if self._worked:
+                self._counts["forwards"] += self._forwards
                 self._counts["turns"] += now - self._began
                 for name, (spent, calls) in self._of_turn.items():
                     self._counts[f"own {name}"] += spent
                     self._counts[f"calls {name}"] += calls
-        self._forwards = False
+        self._worked, self._forwards = False, 0
         for each in self._of_turn.values():
             each[:] = 0, 0
         self._began = now
-        self._nothing(bool)
-        if time.monotonic() > self._written + parts.WRITTEN_SECONDS:
+        if self._port and time.monotonic() > self._written + parts.WRITTEN_SECONDS:
             self._written = time.monotonic()
             self._counts["others"] = _others()
-            parts.write(self._folder, scheduler.server_args.port, self._counts)
+            parts.write(self._folder, self._port, self._counts)
+        self._nothing(bool)
+
+    def requests(self, scheduler: Any, received: list[Any], *_: Any, **__: Any) -> None:
+        self._port = scheduler.server_args.port
+        self._worked |= bool(received)
+
+    def forward(self, *_: Any, **__: Any) -> None:
+        self._worked, self._forwards = True, 1
+        self._nothing(bool)  # behind other work, as other hooks are
+
+    def result(self, *_: Any, **__: Any) -> None:
+        self._worked = True
 
 
 def _others() -> int:
@@ -138,29 +154,35 @@ def _others() -> int:
 
 
 def share(before: dict[str, int], after: dict[str, int]) -> dict[str, Any]:
-    """Of the two, what came between: microseconds of a turn, ours in all and by hook (how long, how often), and `share`
-    of the loop's time: ours in turns with a forward, and what our threads had beside it.
+    """Of the two, what came between: microseconds for each forward of turns that did something, ours in all and by
+    hook (how long, how often), and `share` of these turns; without the timer too: less what a hook that does nothing
+    takes, for each call. `other_threads`: of all the time.
 
-    Empty if no forward ran.
+    Empty if no forward ran, or nothing of ours was timed.
     """
     more = {name: after[name] - before.get(name, 0) for name in after}
     forwards = more.get("forwards", 0)
-    if not forwards:
-        return {}
     calls = {name.removeprefix("calls "): more[name] for name in more if name.startswith("calls ") and more[name]}
-    timer = more[f"own {_NOTHING}"] / calls.pop(_NOTHING)
-    own = {name: more[f"own {name}"] - timer * number for name, number in calls.items()}
+    nothing = calls.pop(_NOTHING, 0)
+    if not (forwards and nothing and calls):
+        return {}
+    timer = more[f"own {_NOTHING}"] / nothing
+    own = {name: more[f"own {name}"] for name in calls}
+    whole = sum(own.values())
+    net = whole - timer * sum(calls.values())
     return {
-        "turns": forwards,
+        "forwards": forwards,
         "turn_us": round(more["turns"] / forwards / 1000, 1),
-        "own_us": round(sum(own.values()) / forwards / 1000, 1),
+        "own_us": round(whole / forwards / 1000, 1),
+        "own_us_without_timer": round(net / forwards / 1000, 1),
         "timer_us_a_call": round(timer / 1000, 2),
         "own_us_and_calls_by_hook": {
             name: [round(own[name] / forwards / 1000, 2), round(calls[name] / forwards, 3)]
             for name in sorted(own, key=lambda name: -own[name])
         },
         "share": {
-            "hooks": round(sum(own.values()) / more["turns"], 5),
+            "hooks": round(whole / more["turns"], 5),
+            "hooks_without_timer": round(net / more["turns"], 5),
             "other_threads": round(more["others"] / more["lasted"], 5),
         },
     }

@@ -157,13 +157,15 @@ class Rooms:
         room = self.find(number)
         if room is None or not (finished or room.dropped) or self._role is Role.PREFILL:
             return
-        ran, room.forwards = room.forwards, 0
+        ran = room.forwards > 0
+        room.forwards -= ran
 
         def left(half: Reader) -> list[Effect]:
-            effects = [effect for _ in range(ran) for effect in half.forward_end()]
-            if half.live and self._role is Role.SINGLE:
-                effects += half.decoding()
-            return [*effects, *half.finished()] if half.live else effects
+            effects = half.forward_end() if ran else []
+            if not half.live or half.forwards:
+                return effects
+            begun = half.decoding() if self._role is Role.SINGLE else []
+            return [*effects, *begun, *half.finished()]
 
         self.apply(room, left)
 

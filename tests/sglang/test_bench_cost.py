@@ -271,15 +271,14 @@ async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monk
         return {"mean_ratio": [1.0 + number / 10, 0.1]}
 
     async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
-        if name == "s5.steady":
-            with suppress(RuntimeError):
-                await body()
+        with suppress(RuntimeError):
+            await body()
 
     monkeypatch.setattr(group_steady, "_start", start)
     monkeypatch.setattr(group_steady, "_STARTS", 5)
     file = tmp_path / "results.json"
     for had, mean_ratio in ((3, [1.1, 0.0577]), (5, [1.2, 0.0707]), (5, [1.2, 0.0707])):
-        await group_steady.steady(SimpleNamespace(results=Results(file, resume=True), step=step))  # type: ignore[arg-type]
+        await group_steady.steady(SimpleNamespace(results=Results(file, resume=True), step=step, fake=True))  # type: ignore[arg-type]
         found = json.loads(file.read_text())["s5.steady"]
         assert (begun, len(found["starts"])) == ([*range(had)], had)
         assert found["mean_ratio"] == mean_ratio
@@ -295,11 +294,10 @@ async def test_servers_that_do_not_come_up_twice_end_it(tmp_path: Path, monkeypa
         begun.append(number)
 
     async def step(name: str, body: Callable[[], Awaitable[None]]) -> None:
-        if name == "s5.steady":
-            await body()
+        await body()
 
     monkeypatch.setattr(group_steady, "_start", start)
-    bench = SimpleNamespace(results=Results(tmp_path / "results.json", resume=False), step=step)
+    bench = SimpleNamespace(results=Results(tmp_path / "results.json", resume=False), step=step, fake=True)
     with pytest.raises(RuntimeError, match="start 0 did not come up, twice"):
         await group_steady.steady(bench)  # type: ignore[arg-type]
     assert begun == [0, 0]
@@ -384,35 +382,49 @@ def test_our_own_time_is_told_by_hook_without_what_it_hooks(tmp_path: Path, monk
     inner = ours.timed("inner", "around", around)
     outer = ours.timed("outer", "around", around)
     plain = ours.timed("plain", "after", work)
-    for forwards in (True, False, True, True):
-        ours.turn(scheduler)
+    assert ours.timed("replaced", "replace", work) is work
+    does: list[Callable[[], Any]] = [
+        lambda: ours.forward(scheduler, None),
+        lambda: None,
+        lambda: [ours.forward(scheduler, None), ours.forward(scheduler, None)],
+        lambda: ours.requests(scheduler, [1]),
+        lambda: ours.result(scheduler, None),
+        lambda: None,
+    ]
+    for at, do in enumerate(does):
+        ours.turn()
+        if at == 2:
+            before = parts.counted(tmp_path, 7)
+        ours.requests(scheduler, [])
         assert outer(lambda within: inner(work, 2_000, within), 1_000, 90_000) == "done"
         assert plain(3_000, "changed") == "changed"
         with pytest.raises(ZeroDivisionError):
             outer(lambda within: work(within) and 1 / 0, 1_000, 7_000)
-        if forwards:
-            ours.forward(scheduler, None)
-            ours.forward(scheduler, None)
-        else:
-            before = parts.counted(tmp_path, 7)
+        do()
         thread = threading.Thread(target=plain, args=(1_000,))  # not the loop's
         thread.start()
         thread.join()
     after = parts.counted(tmp_path, 7)
     whole = 1_000 + 5_000 + 2_000 + 5_000 + 90_000 + 3_000 + 8_000 + 1_000
-    assert after["lasted"] == 3 * whole
-    after["others"] = before["others"] + after["lasted"] // 50
-    assert (after["own nothing"], after["calls nothing"]) == (0, 6)
-    after["own nothing"] = before["own nothing"] + 3 * 500
+    assert after["lasted"] == 5 * whole
+    assert (before["forwards"], before["own nothing"], before["calls nothing"]) == (1, 0, 2)
+    after["others"] = before["others"] + (after["lasted"] - before["lasted"]) // 50
+    after["own nothing"] = 500 * (after["calls nothing"] - before["calls nothing"])
     assert own.share(before, after) == {
-        "turns": 1,
-        "turn_us": whole / 1000,
-        "own_us": 15.0,
+        "forwards": 1,
+        "turn_us": 3 * whole / 1000,
+        "own_us": 3 * 17.0,
+        "own_us_without_timer": 3 * 15.0,
         "timer_us_a_call": 0.5,
-        "own_us_and_calls_by_hook": {"inner": [6.5, 1.0], "outer": [6.0, 2.0], "plain": [2.5, 1.0]},
-        "share": {"hooks": round(15_000 / whole, 5), "other_threads": 0.03},
+        "own_us_and_calls_by_hook": {"inner": [21.0, 3.0], "outer": [21.0, 6.0], "plain": [9.0, 3.0]},
+        "share": {
+            "hooks": round(17_000 / whole, 5),
+            "hooks_without_timer": round(15_000 / whole, 5),
+            "other_threads": 0.02,
+        },
     }
     assert own.share(before, before) == {}
+    assert own.share(before, {name: n for name, n in after.items() if name.partition(" ")[2] in ("", "nothing")}) == {}
 
 
 @pytest.mark.parametrize("release", VERIFIED)
@@ -420,7 +432,12 @@ def test_hooks_that_are_timed_are_in_place(tmp_path: Path, release: str, monkeyp
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join((BENCHMARKS, os.environ.get("PYTHONPATH", ""))))
     said = sglang_env.run(release, "sglang_own", release, str(tmp_path))
     assert (said["elsewhere"], said["problems"]) == ({}, [])
-    counted = said["counted"]
-    assert (counted["forwards"], counted["calls wait_layer_transfer"], counted["calls run_batch"]) == (2, 2, 2)
-    ours = sum(spent for name, spent in counted.items() if name.startswith("own "))
-    assert 0 < counted["own wait_layer_transfer"] + counted["own run_batch"] < ours < counted["turns"]
+    assert said["timed"] == [True] * 3
+    turns = said["turns"]
+    assert [one.get("forwards", 0) for one in turns] == [0, 0, 1, 1, 1, 1, 2]
+    waits = "DeepSeekV4TokenToKVPool.wait_layer_transfer"
+    assert [one.get(f"calls {waits}", 0) for one in turns] == [0, 0, 1, 1, 2, 3, 4]
+    last = turns[-1]
+    assert (last["calls Scheduler.run_batch"], last["calls nothing"]) == (3, 4 + 3)
+    assert 0 < last[f"own {waits}"] < last["turns"] < last["lasted"]
+    assert last["others"] > 0

@@ -94,7 +94,8 @@ def test_an_unverified_release_is_treated_as_the_newest_verified_one_below_it() 
 
 
 @pytest.mark.parametrize(
-    ("role", "left_out"), [("decode", {"run_batch", "forward_batch_generation"}), ("prefill", set())]
+    ("role", "left_out"),
+    [("decode", {"run_batch", "forward_batch_generation"}), ("prefill", set()), ("single", {"run_batch"})],
 )
 def test_an_engine_is_not_hooked_where_its_role_has_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, role: str, left_out: set[str]

@@ -119,10 +119,24 @@ def only_what_has_something_is_read(_: bool) -> None:
     made, theirs = _linked(Role.DECODE)
     ours, other = socket.socketpair()
     read: list[str] = []
-    made.rank._link.take_in = lambda: read.append(f"link {len(made.rank._link._socket.recv(100))}")
-    made.rank.hears(ours.fileno(), lambda: bool(read.append(f"others {len(ours.recv(100))}")))
+
+    def look(name: str, end: socket.socket) -> bool:
+        try:
+            read.append(f"{name} {len(end.recv(100, socket.MSG_DONTWAIT))}")
+        except BlockingIOError:
+            read.append(f"{name} nothing")
+        return False
+
+    made.rank._link.take_in = lambda: look("link", made.rank._link._socket)
+    made.rank.hears(ours.fileno(), lambda: look("others", ours))
     for written in ([theirs], [other], [theirs, other], []):
         for number, end in enumerate(written, 1):
             end.send(b"x" * number)
         made.rank.attend()
-    assert read == ["link 1", "others 1", "link 1", "others 2"]
+    made.rank._due, made.rank.report, made.rank._loops["agent"] = 0.0, lambda: None, LoopStatus(0)
+    other.send(b"x")
+    made.rank.attend()
+    made.rank._due = 0.0
+    made.rank.attend()
+    due = ["link nothing", "others 1", "link nothing", "others nothing"]
+    assert read == ["link 1", "others 1", "link 1", "others 2", *due]

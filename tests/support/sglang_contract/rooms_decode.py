@@ -13,6 +13,7 @@ from sglang.srt.utils.network import NetworkAddress
 from dsv4ctl.controlplane.link.url import url
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import Quiet, RoomKey, RoomState
+from dsv4ctl.engine_adapters.sglang.hooks import rooms_decode
 from sglang_contract.checks import alone, check, needs
 from sglang_contract.situations import LANDING, exposed, transfer_queue, turn, world
 from sglang_world import PEER, Manager
@@ -98,6 +99,43 @@ def writers_are_told_where_each_space_lands(hooked: bool) -> None:
     made.abort(key)
     assert receiver.send_metadata(pages[0], 3, pages[1:], decode_prefix_len=0) is None
     assert manager.request_status[7] == KVPoll.Failed, "an aborted room is not exposed again"
+
+
+def _gives_back(finished: bool) -> None:
+    request = SimpleNamespace(bootstrap_room=7, finished=lambda: finished)
+    assert rooms_decode.released(lambda request: "released", request) == "released"
+
+
+@alone
+def room_ends_as_its_request_gives_its_pages_back(_: bool) -> None:
+    for aborted, finished, end in ((False, True, RoomState.CLOSED), (True, False, RoomState.ABORTED)):
+        made = world(Role.DECODE, True)
+        key = exposed(made)
+        room = made.rank.rooms.find(7)
+        made.rank.rooms.landed(room)
+        made.rank.rooms.forward_begin(7)
+        _gives_back(False)
+        assert made.states(key)[-1] is RoomState.DECODING, "it was retracted"
+        if aborted:
+            made.abort(key)
+            assert made.states(key)[-1] is RoomState.QUIESCING
+        _gives_back(finished)
+        assert made.states(key)[-1] is end
+        assert (made.rank.rooms.find(7), room.forwards) == (None, 0)
+
+
+@alone
+def room_of_a_single_engine_ends_with_its_last_forward(_: bool) -> None:
+    for forwards in (1, 2):
+        made = world(Role.SINGLE, True)
+        key = made.open(peers=())
+        for _ in range(forwards):
+            made.rank.rooms.forward_begin(7)
+        for left in range(forwards - 1, -1, -1):
+            assert made.states(key)[-1] is RoomState.LOADING
+            _gives_back(True)
+            assert (made.rank.rooms.find(7) is None) == (left == 0)
+        assert made.states(key)[-2:] == [RoomState.DECODING, RoomState.CLOSED]
 
 
 @alone
