@@ -133,6 +133,16 @@ def window_that_a_load_did_not_fill_is_seen(_: bool) -> None:
 
 
 @alone
+def pages_of_the_window_are_sealed_where_the_window_has_them(_: bool) -> None:
+    made = World(Role.SINGLE, (), "read")
+    made.rank.digests._to_window = lambda tokens: torch.where(tokens < 5 * PAGE, tokens + 2 * PAGE, -1)
+    made.compute(4, 5)
+    for space, pages in (("full", [4, 5]), ("swa", [6])):
+        sealed = made.rank.digests.spaces[space].sealed[0]
+        assert [page for page in range(16) if sealed[page]] == pages
+
+
+@alone
 def page_that_a_decoded_token_fills_is_sealed(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.scheduler.tp_worker = worker = object()

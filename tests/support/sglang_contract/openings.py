@@ -9,6 +9,8 @@ import threading
 from types import SimpleNamespace
 from typing import Any
 
+import msgspec
+
 from dsv4ctl.controlplane.link.codec import encode
 from dsv4ctl.controlplane.link.wire import LoopStatus, OpenRoom, Query, Role
 from dsv4ctl.controlplane.rooms.states import RoomKey, RoomState
@@ -90,6 +92,18 @@ def destination_is_heard_behind_the_opening_of_its_room(_: bool) -> None:
     manager = bootstrapped(made, True, [destination(7)])
     assert 7 in manager.transfer_infos
     assert made.states(KEY) == [RoomState.ALLOCATED, RoomState.BOOTSTRAPPING]
+
+
+@alone
+def rank_knows_of_the_other_engines_ranks_those_it_exchanges_pages_with(_: bool) -> None:
+    for number, ranks, peers in ((0, 1, (PEER,)), (1, 2, ("b",)), (0, 1, ("a", "b"))):
+        made = world(Role.DECODE, True)
+        made.rank.number, made.rank.ranks = number, ranks
+        every = peers if ranks == 1 else ("a", "b")
+        made.rank._on_frame(msgspec.structs.replace(OPENING, peers=every))
+        room = made.rank.rooms.find(7)
+        assert room is not None
+        assert room.opening.peers == peers
 
 
 @alone
