@@ -39,7 +39,7 @@ class SpaceBuffers:
         self.counts = [len(space) for space in rows]
         #: Of each space its first row in the table.
         self.firsts = [sum(self.counts[:number]) for number in range(len(rows))]
-        #: Of the longest page, and kept: a captured launch reads where they lie.
+        #: Of the longest page, and kept: launches on any stream read them.
         self.multipliers = digest.multipliers(max(words for space in rows for _, words in space), self.device)
 
 
@@ -71,16 +71,29 @@ def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
 def digest_into_torch(spaces: SpaceBuffers, places: Places) -> None:
     """Puts digests of pages where they have their place: `out[:, pages]` of each. A page without one is left out."""
     for space, tokens, firsts, page_tokens, out in places:
+        check_tokens(tokens, spaces.device)
         listed = tokens[torch.tensor(list(firsts), dtype=torch.int64, device=tokens.device)]
         pages = listed[(listed >= 0) & (listed < out.shape[1] * page_tokens)] // page_tokens
         out[:, pages] = _digest_space_torch(spaces, space, pages)
 
 
 def move_digests_torch(moves: Moves) -> None:
-    """Takes digests of some pages over to others."""
+    """Takes digests of some pages over to others, but for what is no page on one of the sides."""
     for source, source_tokens, target, target_tokens, page_tokens in moves:
+        for tokens in (source_tokens, target_tokens):
+            check_tokens(tokens)
         pages = [(tokens // page_tokens).to(source.device) for tokens in (source_tokens, target_tokens)]
-        target[:, pages[1]] = source[:, pages[0]]
+        known = (pages[0] >= 0) & (pages[0] < source.shape[1]) & (pages[1] >= 0) & (pages[1] < target.shape[1])
+        target[:, pages[1][known]] = source[:, pages[0][known]]
+
+
+def check_tokens(tokens: torch.Tensor, device: torch.device | None = None) -> None:
+    """Raises ValueError unless they are int64, contiguous and on `device`: kernels read them by their addresses."""
+    if tokens.dtype is not torch.int64 or not tokens.is_contiguous() or device not in (None, tokens.device):
+        raise ValueError(
+            f"tokens {tokens.dtype} of strides {tokens.stride()} on {tokens.device}: contiguous int64"
+            + (f" on {device} expected" if device is not None else " expected")
+        )
 
 
 def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:

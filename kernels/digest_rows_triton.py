@@ -11,13 +11,15 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels.buffers import Moves, Places, SpaceBuffers
+from dsv4ctl.kernels.buffers import Moves, Places, SpaceBuffers, check_tokens
 from dsv4ctl.kernels.digest_triton import digest_of
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 _AT_ONCE = 16  # pages of a list that one row names
-_NEAR = 4  # rows that a kernel reads where they are written: a room's pages have one in each of three spaces
+_NEAR = 4  # rows that a kernel reads where they are written: up to 32 pages of one of a room's spaces, and 16 of two
 _SLOTS = 8  # calls that may be under way at once
+_STAGED = 8192  # numbers, 64 KiB: what the driver copies aside at once
+_NO_TOKEN = 1 << 62  # of no page
 _MEMORY = 65_536  # digests that are handed out of one piece: to ask for pinned memory takes longer than to use it
 
 
@@ -84,7 +86,7 @@ class _Slot:
 class PartsTriton:
     """`buffers.digest_parts_torch`, on `stream` (on a CPU None), into pinned host memory.
 
-    Rows of one room are read where they are written, in pinned memory. Beyond `_SLOTS` a call waits for the device.
+    Few rows are read where they are written, in pinned memory. Beyond `_SLOTS` a call waits for the device.
     """
 
     def __init__(self, spaces, stream):
@@ -96,6 +98,8 @@ class PartsTriton:
         if stream is not None:
             torch.cuda.synchronize(spaces.device)
         self._begin(self._slots[0].rows, 1, 1)  # compiles: a row of no page
+        if (there := self._slots[0].there) is not None:
+            there.record(stream)
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
@@ -167,6 +171,7 @@ def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
     """`buffers.digest_into_torch`, in one launch that no host waits for."""
     rows = list[int]()
     for space, tokens, firsts, page_tokens, out in places:
+        check_tokens(tokens, spaces.device)
         buffers, where = (spaces.firsts[space], spaces.counts[space]), tokens.data_ptr()
         place = page_tokens, out.shape[1], out.data_ptr(), 8 * out.stride(0)
         for at in firsts:
@@ -177,28 +182,33 @@ def digest_into_triton(spaces: SpaceBuffers, places: Places) -> None:
 
 
 # A page a row: how many buffers its space has, tokens of a page, and of both sides where the digest of page 0 would be,
-# bytes from there to that of the next buffer, and where the page's first token lies, or the complement of that token.
-_MOVE = 8
+# bytes from there to that of the next buffer, how many pages there are, and where the page's first token lies, or the
+# complement of that token.
+_MOVE = 10
 MOVE = tl.constexpr(_MOVE)
 
 
 @triton.jit
-def _place(side, page_tokens):
-    where = tl.load(side + 2)
+def _token_at(where):
     token = ~where
     if where >= 0:
         token = tl.load(where.to(tl.pointer_type(tl.int64)))
-    return tl.load(side) + token // page_tokens * 8
+    return token
 
 
 @triton.jit
 def _move_kernel(rows_ptr, block: tl.constexpr):
     row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.program_id(1) * block + tl.arange(0, block)
-    here, page_tokens = buffer < tl.load(row), tl.load(row + 1)
-    source = _place(row + 2, page_tokens) + buffer * tl.load(row + 3)
-    target = _place(row + 5, page_tokens) + buffer * tl.load(row + 6)
-    value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
-    tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
+    source_token, target_token = _token_at(tl.load(row + 5)), _token_at(tl.load(row + 9))
+    source_page, target_page = source_token // tl.load(row + 1), target_token // tl.load(row + 1)
+    from_page = (source_token >= 0) & (source_page < tl.load(row + 4))
+    to_page = (target_token >= 0) & (target_page < tl.load(row + 8))
+    if from_page & to_page:
+        here = buffer < tl.load(row)
+        source = tl.load(row + 2) + buffer * tl.load(row + 3) + source_page * 8
+        target = tl.load(row + 6) + buffer * tl.load(row + 7) + target_page * 8
+        value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
+        tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
 
 
 _MOVE_BLOCK = 32
@@ -210,10 +220,13 @@ def move_digests_triton(moves: Moves) -> None:
     rows, most = list[int](), 0
     for source, source_tokens, target, target_tokens, page_tokens in moves:
         size = source.shape[0], page_tokens
-        source_side, target_side = (source.data_ptr(), 8 * source.stride(0)), (target.data_ptr(), 8 * target.stride(0))
-        sides = (_tokens(source_tokens, source.device), _tokens(target_tokens, target.device))
-        for source_token, target_token in zip(*sides, strict=True):
-            rows += (*size, *source_side, source_token, *target_side, target_token)
+        sides = [
+            ((each.data_ptr(), 8 * each.stride(0), each.shape[1]), _tokens(tokens, each.device))
+            for each, tokens in ((source, source_tokens), (target, target_tokens))
+        ]
+        (begin, froms), (end, tos) = sides
+        for token, target_token in zip(froms, tos, strict=True):
+            rows += (*size, *begin, token, *end, target_token)
         most = max(most, source.shape[0])
     if rows:
         _move((len(rows) // _MOVE, triton.cdiv(most, _MOVE_BLOCK), 1), _on_device(rows, moves[0][0].device))
@@ -221,11 +234,14 @@ def move_digests_triton(moves: Moves) -> None:
 
 def _tokens(tokens, device):
     """As rows of moves have them."""
+    check_tokens(tokens)
     if tokens.device == device:
         return range(tokens.data_ptr(), tokens.data_ptr() + 8 * len(tokens), 8)
-    return [~token for token in tokens.tolist()]
+    return [~token if token >= 0 else ~_NO_TOKEN for token in tokens.tolist()]
 
 
 def _on_device(numbers, device):
-    # Pageable memory: CUDA has read or staged it when the call returns, so it may go.
-    return torch.tensor(numbers, dtype=torch.int64).to(device, non_blocking=True)
+    """CUDA has read or staged pageable memory when the call returns, so it may go. But for more it may wait for the
+    stream: pinned memory is kept by its allocator until it was read."""
+    pinned = device.type == "cuda" and len(numbers) > _STAGED
+    return torch.tensor(numbers, dtype=torch.int64, pin_memory=pinned).to(device, non_blocking=True)

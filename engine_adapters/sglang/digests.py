@@ -1,7 +1,8 @@
 """Page digests of one rank: taken when a page was computed, kept with its device and its host copy, checked at the end.
 
 What pages have to be lies on the device and changes in stream order only: no call here waits for the device, but
-`landed` may when more than ten rooms land at once. A buffer is one (pool, layer) of everything that a room is sent by.
+`landed` does while its last eight calls are all under way. A buffer is one (pool, layer) of everything that a room is
+sent by.
 """
 
 from __future__ import annotations

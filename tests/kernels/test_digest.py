@@ -1,10 +1,11 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Callable
-from contextlib import nullcontext
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, nullcontext
 from types import SimpleNamespace
 from typing import Any
+from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import digest_rows_triton, ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, check_tokens, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_rows_triton import PartsTriton, digest_into_triton, move_digests_triton
 from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
@@ -142,7 +143,7 @@ def test_digests_of_any_pages_go_with_them(data: st.DataObject) -> None:
     def tokens(pages: list[int]) -> torch.Tensor:
         return torch.tensor([page * 7 + data.draw(st.integers(0, 6)) for page in pages], dtype=torch.int64)
 
-    spaces = data.draw(st.lists(st.integers(1, 9), max_size=3))
+    spaces = data.draw(st.lists(st.sampled_from([1, 5, 32, 33, 65]), max_size=3))
     whole = [
         torch.arange(1000 * (at + 1), 1000 * (at + 1) + count * 6).view(count, 6) for at, count in enumerate(spaces)
     ]
@@ -170,6 +171,46 @@ def test_tokens_on_the_host_are_told_by_their_values() -> None:
         patch.setattr(digest_rows_triton, "_tokens", lambda tokens, _: here(tokens, torch.device("cuda")))
         move_digests_triton([(source, tokens, target, torch.tensor([3, 0, 6]), 3)])
     assert target.tolist() == [[3, 0, 1, 0], [7, 4, 5, 0]]
+
+
+def test_digests_of_what_is_no_page_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
+    source, whole = torch.arange(1, 9).view(2, 4), torch.zeros(4, 3, dtype=torch.int64)
+    froms, tos = torch.tensor([0, 16, -1, 9, 5, 4]), torch.tensor([4, 0, 4, 12, -4, 8])  # 0 to 1 and 1 to 2 are pages
+    here = digest_rows_triton._tokens
+    for afar in (False, True):
+        for move in (move_digests_triton, ops.move_digests):
+            if afar:  # the pages of one side are told by their values
+                monkeypatch.setattr(digest_rows_triton, "_tokens", lambda tokens, _: here(tokens, torch.device("cuda")))
+            whole.zero_()
+            move([(source, froms, whole[1:3], tos, 4)])
+            assert whole.tolist() == [[0, 0, 0], [0, 1, 2], [0, 5, 6], [0, 0, 0]]
+
+
+@pytest.mark.parametrize("tokens", [torch.tensor([0, 1], dtype=torch.int32), torch.arange(4)[::2]])
+def test_tokens_of_other_kinds_are_refused(tokens: torch.Tensor) -> None:
+    spaces, good, out = SpaceBuffers([[pool(1, 1, 1)]]), torch.tensor([0, 1]), torch.zeros(1, 4, dtype=torch.int64)
+    for digest_into in (digest_into_triton, ops.digest_into):
+        with pytest.raises(ValueError, match="contiguous int64 on cpu expected"):
+            digest_into(spaces, [(0, tokens, [0], 1, out)])
+    for move in (move_digests_triton, ops.move_digests):
+        for both in ((tokens, good), (good, tokens)):
+            with pytest.raises(ValueError, match="contiguous int64 expected"):
+                move([(out, both[0], out, both[1], 1)])
+    with pytest.raises(ValueError, match="on cpu: contiguous int64 on meta expected"):
+        check_tokens(good, torch.device("meta"))
+
+
+@pytest.mark.parametrize(
+    ("device", "numbers", "pinned"), [("cuda", 8192, False), ("cuda", 8193, True), ("cpu", 9000, False)]
+)
+def test_more_numbers_than_the_driver_stages_are_copied_from_pinned_memory(
+    monkeypatch: pytest.MonkeyPatch, device: str, numbers: int, pinned: bool
+) -> None:
+    made = mock.Mock()
+    monkeypatch.setattr(torch, "tensor", made)
+    digest_rows_triton._on_device(range(numbers), torch.device(device))
+    made.assert_called_once_with(range(numbers), dtype=torch.int64, pin_memory=pinned)
+    made.return_value.to.assert_called_once_with(torch.device(device), non_blocking=True)
 
 
 def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -242,7 +283,21 @@ class Device:
         digest_parts._stream = self
         for slot in digest_parts._slots:
             slot.there = Event(self, slot)
-        monkeypatch.setattr(torch.cuda, "stream", lambda stream: nullcontext())
+        self.entered = False
+        copied = digest_rows_triton._on_device
+
+        @contextmanager
+        def enter(stream: Device | None) -> Iterator[None]:
+            self.entered = stream is self
+            yield
+            self.entered = False
+
+        def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
+            assert self.entered
+            return copied(numbers, device)
+
+        monkeypatch.setattr(torch.cuda, "stream", enter)
+        monkeypatch.setattr(digest_rows_triton, "_on_device", on_device)
         monkeypatch.setattr(digest_rows_triton, "_digest_lists", self.begin)
 
     def begin(self, grid: Any, table: Any, odd: Any, rows: torch.Tensor, *, stream: Device) -> None:
