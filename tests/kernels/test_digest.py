@@ -175,7 +175,7 @@ def test_tokens_on_the_host_are_told_by_their_values() -> None:
 
 def test_digests_of_what_is_no_page_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
     source, whole = torch.arange(1, 9).view(2, 4), torch.zeros(4, 3, dtype=torch.int64)
-    froms, tos = torch.tensor([0, 16, -1, 9, 5, 4]), torch.tensor([4, 0, 4, 12, -4, 8])  # 0 to 1 and 1 to 2 are pages
+    froms, tos = torch.tensor([0, 16, -1, 9, 5, 4]), torch.tensor([4, 0, 0, 12, -4, 8])  # 0 to 1 and 1 to 2 are pages
     here = digest_rows_triton._tokens
     for afar in (False, True):
         for move in (move_digests_triton, ops.move_digests):
