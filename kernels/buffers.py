@@ -48,12 +48,20 @@ Parts = Sequence[tuple[int, Sequence[int]]]
 #: Digests of at least one part, [buffers, pages] of each one after another: flat, on the host; and the event after
 #: which they are there, None if they are already.
 DigestParts = Callable[[Parts], tuple[digest.Digests, torch.cuda.Event | None]]
-#: Of one of the spaces tokens int64 [n] on their device, contiguous; which of them begin a page; tokens of a page; and
-#: where each digest has its place: int64 [buffers, pool pages], contiguous.
+#: Of one of the spaces tokens int64 [n] on their device; which of them begin a page; tokens of a page; and where each
+#: digest has its place: int64 [buffers, pool pages], rows contiguous.
 Places = Sequence[tuple[int, torch.Tensor, Sequence[int], int, torch.Tensor]]
-#: Digests int64 [buffers, pages] to take from, and tokens int64 [n], contiguous, that begin their pages; the same of
-#: where they go; tokens of a page. Tokens may lie on the host.
+#: Digests int64 [buffers, pages], rows contiguous, to take from, and tokens int64 [n] that begin their pages; the same
+#: of where they go; tokens of a page. Tokens may lie on the host.
 Moves = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]]
+#: Takes digests of some pages over to others (two to one place: either), then puts digests of pages where they have
+#: their place: `out[:, pages]` of each. A page without one is left out.
+Seal = Callable[[Moves, Places], None]
+#: Numbers int64 [n, columns], rows contiguous, and which columns to read.
+Reads = Sequence[tuple[torch.Tensor, Sequence[int]]]
+#: Of each [n, read columns], one after another: flat, on the host; and the event after which they are there, None if
+#: they are already.
+Read = Callable[[Reads], tuple[digest.Digests, torch.cuda.Event | None]]
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -68,32 +76,30 @@ def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
     return torch.cat([each.reshape(-1) for each in found]).numpy().view("uint64")
 
 
-def digest_into_torch(spaces: SpaceBuffers, places: Places) -> None:
-    """Puts digests of pages where they have their place: `out[:, pages]` of each. A page without one is left out."""
-    for space, tokens, firsts, page_tokens, out in places:
-        check_tokens(tokens, spaces.device)
-        listed = tokens[torch.tensor(list(firsts), dtype=torch.int64, device=tokens.device)]
-        pages = listed[(listed >= 0) & (listed < out.shape[1] * page_tokens)] // page_tokens
-        out[:, pages] = _digest_space_torch(spaces, space, pages)
-
-
-def move_digests_torch(moves: Moves) -> None:
-    """Takes digests of some pages over to others, but for what is no page on one of the sides."""
+def seal_torch(spaces: SpaceBuffers, moves: Moves, places: Places) -> None:
     for source, source_tokens, target, target_tokens, page_tokens in moves:
         for tokens in (source_tokens, target_tokens):
             check_tokens(tokens)
         pages = [(tokens // page_tokens).to(source.device) for tokens in (source_tokens, target_tokens)]
         known = (pages[0] >= 0) & (pages[0] < source.shape[1]) & (pages[1] >= 0) & (pages[1] < target.shape[1])
         target[:, pages[1][known]] = source[:, pages[0][known]]
+    for space, tokens, firsts, page_tokens, out in places:
+        check_tokens(tokens, spaces.device)
+        listed = tokens[torch.tensor(list(firsts), dtype=torch.int64, device=tokens.device)]
+        found = listed[(listed >= 0) & (listed < out.shape[1] * page_tokens)] // page_tokens
+        out[:, found] = _digest_space_torch(spaces, space, found)
+
+
+def read_torch(reads: Reads) -> digest.Digests:
+    found = [numbers[:, torch.tensor(columns, dtype=torch.int64)].reshape(-1) for numbers, columns in reads]
+    return torch.cat([torch.empty(0, dtype=torch.int64), *found]).numpy().view("uint64")
 
 
 def check_tokens(tokens: torch.Tensor, device: torch.device | None = None) -> None:
-    """Raises ValueError unless they are int64, contiguous and on `device`: kernels read them by their addresses."""
-    if tokens.dtype is not torch.int64 or not tokens.is_contiguous() or device not in (None, tokens.device):
-        raise ValueError(
-            f"tokens {tokens.dtype} of strides {tokens.stride()} on {tokens.device}: contiguous int64"
-            + (f" on {device} expected" if device is not None else " expected")
-        )
+    """Raises ValueError unless they are int64 and on `device`: kernels read them by their addresses."""
+    if tokens.dtype is not torch.int64 or device not in (None, tokens.device):
+        where = "" if device is None else f" on {device}"
+        raise ValueError(f"tokens {tokens.dtype} on {tokens.device}: int64{where} expected")
 
 
 def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:

@@ -138,27 +138,29 @@ def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None)
     return lambda parts: (buffers.digest_parts_torch(spaces, parts), None)
 
 
-def digest_into(spaces: buffers.SpaceBuffers, places: buffers.Places) -> None:
-    """Puts digests of pages where they have their place: `out[:, pages]` of each, in stream order.
+def seal(spaces: buffers.SpaceBuffers) -> buffers.Seal:
+    """What seals pages: on a GPU in stream order. Compiles there. Not to be called by two threads at once.
 
-    A page without one is left out.
+    What a call is told lives until the device has read it, but for what digests are taken of, from and to.
     """
     if spaces.device.type == "cuda":
-        from dsv4ctl.kernels.digest_rows_triton import digest_into_triton
+        from dsv4ctl.kernels.digest_rows_triton import SealTriton
 
-        digest_into_triton(spaces, places)
-    else:
-        buffers.digest_into_torch(spaces, places)
+        return SealTriton(spaces)
+    return lambda moves, places: buffers.seal_torch(spaces, moves, places)
 
 
-def move_digests(moves: buffers.Moves) -> None:
-    """Takes digests of some pages over to others, in stream order. Two to one place: either."""
-    if any(source.device.type == "cuda" for source, *_ in moves):
-        from dsv4ctl.kernels.digest_rows_triton import move_digests_triton
+def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buffers.Read:
+    """What reads numbers of `device`: on a GPU on `stream`, None for the current one. Compiles there. Not to be called
+    by two threads at once.
 
-        move_digests_triton(moves)
-    else:
-        buffers.move_digests_torch(moves)
+    What a call reads, and what it returns, lives until its event, wanted or not.
+    """
+    if device.type == "cuda":
+        from dsv4ctl.kernels.moves_triton import ReaderTriton
+
+        return ReaderTriton(device, stream)
+    return lambda reads: (buffers.read_torch(reads), None)
 
 
 def load_pages(

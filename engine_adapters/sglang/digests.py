@@ -8,18 +8,16 @@ sent by.
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
-import numpy.typing as npt
 import torch
 
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
 from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import PageBuffers, SpaceBuffers
+from dsv4ctl.kernels.buffers import Moves, PageBuffers, SpaceBuffers
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -75,14 +73,13 @@ class Expected(NamedTuple):
 class _Space:
     """The buffers of one space. `sealed[b, p]` is what buffer b of page p has to be, `on_host` the same on the host."""
 
-    sealed: torch.Tensor
-
     def __init__(self, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
         self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
         self.pools = [PageBuffers(buffers) for _, buffers in group.values()]
         self.device = self.pools[0].device
         self.shape = (len(self.names), pages)
         self.page_tokens = page_tokens
+        self.sealed = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
         self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
@@ -93,11 +90,6 @@ class _Space:
         """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
         tokens = torch.cat([_read_here(indices) for indices in firsts])
         return (tokens // self.page_tokens).to(self.device, non_blocking=True)
-
-    def places(self, pages: Sequence[int]) -> npt.NDArray[np.int64]:
-        """Where `sealed` has what these pages are, flat: [buffers, n]."""
-        buffers = np.arange(self.shape[0], dtype=np.int64)[:, None] * self.shape[1]
-        return (buffers + np.asarray(pages, dtype=np.int64)).reshape(-1)
 
 
 class PageDigests:
@@ -115,13 +107,10 @@ class PageDigests:
         self._numbers = {space: number for number, space in enumerate(self.spaces)}  #: in `_buffers`
         self._device = self._buffers.device
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
-        sizes = [space.shape[0] * space.shape[1] for space in self.spaces.values()]
-        #: What is sealed in every space, one after another.
-        self._sealed = torch.zeros(sum(sizes), dtype=torch.int64, device=self._device)
-        for space, sealed in zip(self.spaces.values(), self._sealed.split(sizes), strict=True):
-            space.sealed = sealed.view(space.shape)
         self._backups: list[Pages] = []  #: whose digests are not noted yet
         self._digest_parts = ops.digest_parts(self._buffers, self._beside)
+        self._seal = ops.seal(self._buffers)
+        self._read = ops.reader(self._device, self._beside)
         self._compile()
 
     def _compile(self) -> None:
@@ -130,9 +119,6 @@ class PageDigests:
         for space in self.spaces.values():
             if space.on_host.numel():  # only a load is compared with what it has to be
                 space.compute(page)
-        places = [torch.zeros_like(space.sealed[:, :1]) for space in self.spaces.values()]
-        ops.digest_into(self._buffers, [(number, page, [0], 1, place) for number, place in enumerate(places)])
-        ops.move_digests([(place, page, place, page, 1) for place in places])
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
@@ -146,16 +132,8 @@ class PageDigests:
 
         [buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it.
         """
-        places, base = [], 0
-        for name, space in self.spaces.items():
-            places.append(base + space.places(pages.get(name, ())))
-            base += space.sealed.numel()
-        with self._beside_forward():
-            at = torch.from_numpy(np.concatenate(places)).to(self._device, non_blocking=True)
-            return fetch(self._sealed[at])
-
-    def _beside_forward(self) -> AbstractContextManager[Any]:
-        return nullcontext() if self._beside is None else torch.cuda.stream(self._beside)
+        values, there = self._read([(space.sealed, pages.get(name, ())) for name, space in self.spaces.items()])
+        return Fetched(values, there, ())
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None
@@ -164,44 +142,45 @@ class PageDigests:
 
         `slots`: each request's own page, if it has one. A page is sealed anew with every part of it.
         """
-        self._note_backups()
         firsts = _firsts(prefixes, lengths, self._page_tokens["full"])
         # A token that has left its window by now has none, or is in SGLang's page 0, which nobody reads.
-        tokens = {"full": (locations, firsts), "swa": (self._to_window(locations), firsts)}
+        written: list[tuple[str, torch.Tensor, Sequence[int]]] = [
+            ("full", locations, firsts),
+            ("swa", self._to_window(locations), firsts),
+        ]
         if slots is not None:
-            tokens["state"] = slots, list(range(len(slots)))
-        ops.digest_into(
-            self._buffers,
-            [
-                (number, tokens[name][0].to(torch.int64).contiguous(), tokens[name][1], space.page_tokens, space.sealed)
-                for number, (name, space) in enumerate(self.spaces.items())
-                if name in tokens
-            ],
-        )
+            written.append(("state", slots, range(len(slots))))
+        places = [
+            (self._numbers[name], tokens.to(torch.int64), at, space.page_tokens, space.sealed)
+            for name, tokens, at in written
+            if (space := self.spaces.get(name)) is not None
+        ]
+        self._seal(self._note_backups(), places)
 
     def backed_up(self, copies: Iterable[Pages]) -> None:
         """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""
         self._backups += copies
 
-    def _note_backups(self) -> None:
-        """On the stream of the forwards, before what is sealed changes."""
+    def _note_backups(self) -> Moves:
+        """To be done on the stream of the forwards, before what is sealed changes. What fills a page again is last."""
         backups, self._backups = self._backups, []
-        for copies in [backups] if _fill_apart(backups) else [[copy] for copy in backups]:
-            self._note(copies)
+        if _fill_apart(backups):
+            return self._moves(backups)
+        for backup in backups[:-1]:
+            self._seal(self._moves([backup]), ())
+        return self._moves(backups[-1:])
 
-    def _note(self, backups: Sequence[Pages]) -> None:
-        ops.move_digests(
-            [
-                (space.sealed, _read_here(device), space.on_host, _read_here(host), space.page_tokens)
-                for backup in backups
-                for name, (device, host) in backup.firsts.items()
-                if (space := self.spaces.get(name)) is not None
-            ]
-        )
+    def _moves(self, backups: Sequence[Pages]) -> Moves:
+        return [
+            (space.sealed, device.to(torch.int64), space.on_host, host.to(torch.int64), space.page_tokens)
+            for backup in backups
+            for name, (device, host) in backup.firsts.items()
+            if (space := self.spaces.get(name)) is not None
+        ]
 
     def loaded(self, copies: Sequence[Pages]) -> list[Expected]:
         """What the pages will have to be once these loads are in place, copies. On the stream of the forwards."""
-        self._note_backups()
+        self._seal(self._note_backups(), ())
         expected = []
         for name, (device, host) in self._joined(copies).items():
             space = self.spaces[name]
@@ -241,7 +220,7 @@ def _read_here(indices: torch.Tensor) -> torch.Tensor:
     """By the current stream, which need not be that of the memory."""
     if indices.is_cuda:
         indices.record_stream(torch.cuda.current_stream(indices.device))
-    return indices.to(torch.int64).contiguous()
+    return indices.to(torch.int64)
 
 
 def _fill_apart(backups: Sequence[Pages]) -> bool:

@@ -86,6 +86,7 @@ class Pools:
             "state": self._present(("c128_state", 128, _states(pool for pool in states if pool.ratio == 128))),
         }
         self.full = self.groups["full"]
+        self.device: torch.device = window.kv_buffer[0].device
         self._page_bytes = {
             (space, name): sum(int(buffer[0].nbytes) for buffer in buffers)
             for space, group in self.groups.items()

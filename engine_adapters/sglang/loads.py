@@ -19,6 +19,8 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
+from dsv4ctl.kernels.buffers import Read
+from dsv4ctl.kernels.digest import Digests
 
 
 class Event(Protocol):
@@ -39,30 +41,29 @@ class Check(Protocol):
 class Pages:
     """The pages of one copy, by space: those on the device, and those on the host.
 
-    `sides`: token indices that begin with a page, device and host, of each space. What lies on the device is read in
-    one transfer, without stopping the stream that computes it.
+    `sides`: token indices that begin with a page, device and host, of each space. `read` starts to read what lies on
+    the device, without stopping the stream that computes it.
     """
 
-    def __init__(self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int]) -> None:
-        firsts = {
+    def __init__(
+        self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int], read: Read
+    ) -> None:
+        self._page_tokens = page_tokens
+        #: First tokens of the pages, device and host, by space.
+        self.firsts = {
             space: (device[:: page_tokens[space]], host[:: page_tokens[space]])
             for space, (device, host) in sides.items()
         }
-        self._page_tokens = page_tokens
+        afar = [
+            (side.to(torch.int64).view(1, -1), range(0, len(side), page_tokens[space]))
+            for space, both in sides.items()
+            for side in both
+            if side.device.type != "cpu"
+        ]
+        self._fetched: Digests | None = None
         self._event: Event | None = None
-        afar = [side for both in firsts.values() for side in both if side.is_cuda]
         if afar:
-            numbers = torch.cat(afar)
-            self._fetched = torch.empty(numbers.shape, dtype=numbers.dtype, pin_memory=True)
-            self._fetched.copy_(numbers, non_blocking=True)
-            self._event = torch.cuda.Event()
-            self._event.record()
-            parts = iter(numbers.split([len(side) for side in afar]))
-            firsts = {
-                space: (next(parts) if device.is_cuda else device, next(parts) if host.is_cuda else host)
-                for space, (device, host) in firsts.items()
-            }
-        self.firsts = firsts  #: first tokens of the pages, device and host, by space
+            self._fetched, self._event = read(afar)
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -71,14 +72,14 @@ class Pages:
         """Page numbers (device, host) by space. Waits for them."""
         if self._event is not None:
             self._event.synchronize()
-        fetched = iter(() if self._event is None else self._fetched.tolist())
+        fetched = iter(() if self._fetched is None else self._fetched.tolist())
         return {
             space: (self._numbers(device, space, fetched), self._numbers(host, space, fetched))
             for space, (device, host) in self.firsts.items()
         }
 
     def _numbers(self, firsts: torch.Tensor, space: str, fetched: Iterator[int]) -> tuple[int, ...]:
-        values = islice(fetched, len(firsts)) if firsts.is_cuda else firsts.tolist()
+        values = firsts.tolist() if firsts.device.type == "cpu" else islice(fetched, len(firsts))
         return tuple(first // self._page_tokens[space] for first in values)
 
 
@@ -100,19 +101,21 @@ class Copy:
 
 
 class Copies:
-    """`pending` may be read by any thread without the lock: what it misses was promised after it was read."""
+    """`pending`, and the loads of it, may be read by any thread without the lock: what is missing there was promised
+    after it was read.
+    """
 
     def __init__(self, gate: Gate) -> None:
         self._gate = gate
         self._lock = threading.RLock()
-        self.pending: tuple[Copy, ...] = ()
+        self.pending = self.loads = tuple[Copy, ...]()
         self._checks: list[Check] = []
         self.counters = {"loads": 0, "backups": 0}
 
     def promised(self, copies: Sequence[Copy]) -> None:
         """Pages that a copy will fill can be found from here on."""
         with self._lock:
-            self.pending += tuple(copies)
+            self._keep((*self.pending, *copies))
             for copy in copies:
                 self.counters["loads" if copy.kind is LoadKind.HICACHE else "backups"] += 1
 
@@ -126,7 +129,7 @@ class Copies:
 
     def unlaunched(self) -> list[Copy]:
         """Loads that were promised and are not on the device yet."""
-        return [copy for copy in self.pending if not copy.events and copy.kind is LoadKind.HICACHE]
+        return [copy for copy in self.loads if not copy.events]
 
     def waits(self, kind: LoadKind) -> list[Event]:
         """The events after which every launched copy of this kind is in place."""
@@ -137,7 +140,11 @@ class Copies:
         if self.pending:
             with self._lock:
                 # In order: what an older copy held must be given back before a younger one takes it.
-                self.pending = tuple(copy for copy in self.pending if not self._ended(copy))
+                self._keep(tuple(copy for copy in self.pending if not self._ended(copy)))
+
+    def _keep(self, pending: tuple[Copy, ...]) -> None:
+        self.pending = pending
+        self.loads = tuple(copy for copy in pending if copy.kind is LoadKind.HICACHE)
 
     def checked(self) -> int:
         """Page digests that were found to differ after loads, since the last call."""
@@ -151,12 +158,12 @@ class Copies:
 
         Backups fill no device page: nobody need wait for them.
         """
-        return [copy for copy in self.pending if copy.kind is LoadKind.HICACHE and not copy.leased]
+        return [copy for copy in self.loads if not copy.leased]
 
     @property
     def untracked(self) -> bool:
         """A load is pending that the ledger refused: which pages it fills, nobody knows."""
-        return any(copy.kind is LoadKind.HICACHE and copy.leased and copy.load is None for copy in self.pending)
+        return any(copy.leased and copy.load is None for copy in self.loads)
 
     def _ended(self, copy: Copy) -> bool:
         if not copy.leased:

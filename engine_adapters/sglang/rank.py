@@ -50,6 +50,7 @@ from dsv4ctl.engine_adapters.sglang.geometry import Pools
 from dsv4ctl.engine_adapters.sglang.loads import Copies
 from dsv4ctl.engine_adapters.sglang.peers import Outbox
 from dsv4ctl.engine_adapters.sglang.rooms import Rooms
+from dsv4ctl.kernels import ops
 from dsv4ctl.policies.registry import load as load_policy
 
 _GREET_SECONDS = 30.0
@@ -97,6 +98,7 @@ class Rank:
         self.pools = Pools(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.gate = self._make_gate()
         self.copies = Copies(self.gate)
+        self.read = ops.reader(self.pools.device)  #: on the stream of the caller
         self.integrity = load_policy("integrity", launch.integrity)()
         self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}

@@ -105,6 +105,7 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.readers:wait_layer_transfer",
         "around",
         "every reader in the process: a batch that carries no load of its own waits for the loads of others",
+        roles=("prefill", "single"),  # a decode engine loads nothing
     ),
     Hook(
         _PREFILL + "send_kv_chunk",

@@ -1,11 +1,6 @@
 from __future__ import annotations
 
-import weakref
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from types import SimpleNamespace
 from typing import Any
-from unittest import mock
 
 import numpy as np
 import pytest
@@ -13,10 +8,10 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from dsv4ctl.kernels import digest_rows_triton, ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, check_tokens, digest_parts_torch
+from dsv4ctl.kernels import digest_rows_triton, launch_triton, ops
+from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, digest_into_triton, move_digests_triton
+from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
 from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
@@ -116,8 +111,8 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, da
         ]
 
     triton, plain = places(), places()
-    digest_into_triton(spaces, triton)
-    ops.digest_into(spaces, plain)
+    SealTriton(spaces)((), triton)
+    ops.seal(spaces)((), plain)
     for (space, listed, at, _, out), (*_, other) in zip(triton, plain, strict=True):
         expected = torch.full_like(out, -1)
         found = sorted({int(listed[one]) // 3 for one in at})
@@ -131,86 +126,10 @@ def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
     expected = torch.full((4, 4), -1)
     values = by_numpy(spaces, [(0, [2])])
     expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
-    for digest_into in (digest_into_triton, ops.digest_into):
+    for seal in (SealTriton(spaces), ops.seal(spaces)):
         memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-        digest_into(spaces, [(0, torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2], 9, memory[1:3])])
+        seal((), [(0, torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2], 9, memory[1:3])])
         assert memory.tolist() == expected.tolist()
-
-
-@settings(max_examples=20, deadline=None, derandomize=True)
-@given(st.data())
-def test_digests_of_any_pages_go_with_them(data: st.DataObject) -> None:
-    def tokens(pages: list[int]) -> torch.Tensor:
-        return torch.tensor([page * 7 + data.draw(st.integers(0, 6)) for page in pages], dtype=torch.int64)
-
-    spaces = data.draw(st.lists(st.sampled_from([1, 5, 32, 33, 65]), max_size=3))
-    whole = [
-        torch.arange(1000 * (at + 1), 1000 * (at + 1) + count * 6).view(count, 6) for at, count in enumerate(spaces)
-    ]
-    moves, expected = [], []
-    for source in whole:
-        froms = data.draw(st.lists(st.integers(0, 5), max_size=4))
-        tos = data.draw(st.permutations(range(6)))[: len(froms)]
-        moves.append((source, tokens(froms), torch.zeros_like(source), tokens(tos), 7))
-        expected.append(torch.zeros_like(source))
-        for page, to in zip(froms, tos, strict=True):
-            expected[-1][:, to] = source[:, page]
-    for move in (move_digests_triton, ops.move_digests):
-        for _, _, target, _, _ in moves:
-            target.zero_()
-        move(moves)
-        assert [target.tolist() for _, _, target, _, _ in moves] == [one.tolist() for one in expected]
-
-
-def test_tokens_on_the_host_are_told_by_their_values() -> None:
-    tokens = torch.tensor([0, 9, 5])
-    assert list(digest_rows_triton._tokens(tokens, torch.device("cuda"))) == [~0, ~9, ~5]
-    source, target = torch.arange(8).view(2, 4), torch.zeros(2, 4, dtype=torch.int64)
-    here = digest_rows_triton._tokens
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(digest_rows_triton, "_tokens", lambda tokens, _: here(tokens, torch.device("cuda")))
-        move_digests_triton([(source, tokens, target, torch.tensor([3, 0, 6]), 3)])
-    assert target.tolist() == [[3, 0, 1, 0], [7, 4, 5, 0]]
-
-
-def test_digests_of_what_is_no_page_stay_where_they_are(monkeypatch: pytest.MonkeyPatch) -> None:
-    source, whole = torch.arange(1, 9).view(2, 4), torch.zeros(4, 3, dtype=torch.int64)
-    froms, tos = torch.tensor([0, 16, -1, 9, 5, 4]), torch.tensor([4, 0, 0, 12, -4, 8])  # 0 to 1 and 1 to 2 are pages
-    here = digest_rows_triton._tokens
-    for afar in (False, True):
-        for move in (move_digests_triton, ops.move_digests):
-            if afar:  # the pages of one side are told by their values
-                monkeypatch.setattr(digest_rows_triton, "_tokens", lambda tokens, _: here(tokens, torch.device("cuda")))
-            whole.zero_()
-            move([(source, froms, whole[1:3], tos, 4)])
-            assert whole.tolist() == [[0, 0, 0], [0, 1, 2], [0, 5, 6], [0, 0, 0]]
-
-
-@pytest.mark.parametrize("tokens", [torch.tensor([0, 1], dtype=torch.int32), torch.arange(4)[::2]])
-def test_tokens_of_other_kinds_are_refused(tokens: torch.Tensor) -> None:
-    spaces, good, out = SpaceBuffers([[pool(1, 1, 1)]]), torch.tensor([0, 1]), torch.zeros(1, 4, dtype=torch.int64)
-    for digest_into in (digest_into_triton, ops.digest_into):
-        with pytest.raises(ValueError, match="contiguous int64 on cpu expected"):
-            digest_into(spaces, [(0, tokens, [0], 1, out)])
-    for move in (move_digests_triton, ops.move_digests):
-        for both in ((tokens, good), (good, tokens)):
-            with pytest.raises(ValueError, match="contiguous int64 expected"):
-                move([(out, both[0], out, both[1], 1)])
-    with pytest.raises(ValueError, match="on cpu: contiguous int64 on meta expected"):
-        check_tokens(good, torch.device("meta"))
-
-
-@pytest.mark.parametrize(
-    ("device", "numbers", "pinned"), [("cuda", 8192, False), ("cuda", 8193, True), ("cpu", 9000, False)]
-)
-def test_more_numbers_than_the_driver_stages_are_copied_from_pinned_memory(
-    monkeypatch: pytest.MonkeyPatch, device: str, numbers: int, pinned: bool
-) -> None:
-    made = mock.Mock()
-    monkeypatch.setattr(torch, "tensor", made)
-    digest_rows_triton._on_device(range(numbers), torch.device(device))
-    made.assert_called_once_with(range(numbers), dtype=torch.int64, pin_memory=pinned)
-    made.return_value.to.assert_called_once_with(torch.device(device), non_blocking=True)
 
 
 def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -231,130 +150,8 @@ def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     assert started == [(16, 2, 5 + 1 + 2), (2, 2, 1)]
 
 
-def test_a_kernel_is_compiled_once_for_each_device_and_launched_by_its_handle(monkeypatch: pytest.MonkeyPatch) -> None:
-    said: list[Any] = []
-
-    class Compiled:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            return lambda *arguments, **more: said.append((grid, *arguments, more))
-
-    class Kernel:
-        def __getitem__(self, grid: tuple[int, ...]) -> Any:
-            def compile_and_start(*arguments: Any, **more: Any) -> Compiled:
-                said.append(("compiled", grid, *arguments, more))
-                return Compiled()
-
-            return compile_and_start
-
-    def entered(stream: Any) -> Any:
-        said.append(("entered", stream))
-        return nullcontext()
-
-    def on(device: str, address: int) -> Any:
-        return SimpleNamespace(device=device, data_ptr=lambda: address)
-
-    streams = {device: SimpleNamespace(cuda_stream=f"current of {device}") for device in ("a", "b")}
-    monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
-    kernel = digest_rows_triton._Kernel(Kernel(), 4096, True, warps=16)
-    mine = SimpleNamespace(cuda_stream="mine")
-    first, second, third = on("a", 1), on("host", 2), on("b", 3)
-    kernel((1, 2, 3), first, second, stream=mine)
-    kernel((4, 5, 6), first, second, stream=mine)
-    kernel((4, 5, 6), first, second)
-    kernel((7, 1, 1), third)
-    assert said == [
-        ("entered", mine),
-        ("compiled", (1, 2, 3), first, second, 4096, True, {"num_warps": 16}),
-        ((4, 5, 6), 1, 2, 4096, True, {"stream": "mine"}),
-        ((4, 5, 6), 1, 2, 4096, True, {"stream": "current of a"}),
-        ("entered", None),
-        ("compiled", (7, 1, 1), third, 4096, True, {"num_warps": 16}),
-    ]
-
-
-class Device:
-    """That runs a launch when it is waited for, and not before: in place of a stream, and of the events of slots."""
-
-    def __init__(self, digest_parts: PartsTriton, monkeypatch: pytest.MonkeyPatch) -> None:
-        self.begun: list[Callable[[], Any]] = []  #: what it has before the next record
-        self.waited: list[Event] = []
-        self.start = digest_rows_triton._digest_lists
-        digest_parts._stream = self
-        for slot in digest_parts._slots:
-            slot.there = Event(self, slot)
-        self.entered = False
-        copied = digest_rows_triton._on_device
-
-        @contextmanager
-        def enter(stream: Device | None) -> Iterator[None]:
-            self.entered = stream is self
-            yield
-            self.entered = False
-
-        def on_device(numbers: list[int], device: torch.device) -> torch.Tensor:
-            assert self.entered
-            return copied(numbers, device)
-
-        monkeypatch.setattr(torch.cuda, "stream", enter)
-        monkeypatch.setattr(digest_rows_triton, "_on_device", on_device)
-        monkeypatch.setattr(digest_rows_triton, "_digest_lists", self.begin)
-
-    def begin(self, grid: Any, table: Any, odd: Any, rows: torch.Tensor, *, stream: Device) -> None:
-        assert stream is self
-        kept = weakref.ref(rows)
-
-        def run() -> None:
-            rows = kept()
-            assert rows is not None
-            self.start(grid, table, odd, rows)
-
-        self.begun.append(run)
-
-
-class Event:
-    def __init__(self, device: Device, slot: Any) -> None:
-        self.device, self.slot = device, slot
-        self.late: list[Callable[[], Any]] = []  #: what the device has before it
-        self.written: Any = None
-
-    def record(self, stream: Device) -> None:
-        assert stream is self.device
-        self.late, stream.begun = self.late + stream.begun, []
-        self.written = weakref.ref(self.slot.memory)
-
-    def query(self) -> bool:
-        return not self.late
-
-    def synchronize(self) -> None:
-        self.device.waited.append(self)
-        assert self.written() is not None  # wanted or not
-        while self.late:
-            self.late.pop(0)()
-
-
-@pytest.mark.parametrize("pages", [1, 16 * 4, 16 * 4 + 1])
-def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    spaces = SpaceBuffers([[pool(1, 1, 1)]])
-    digest_parts = PartsTriton(spaces, None)
-    digest_parts([(0, [1])])  # has its piece of memory
-    device = Device(digest_parts, monkeypatch)
-    slots = list(digest_parts._slots)
-    parts = [[(0, [at % 4] * pages)] for at in range(2 * len(slots))]
-    found = [digest_parts(part) for part in parts[: len(slots)]]
-    assert not device.waited
-    found += [digest_parts(part) for part in parts[len(slots) :]]
-    assert device.waited == [slot.there for slot in slots]
-    assert [event for _, event in found] == [slot.there for slot in slots] * 2
-    for slot in slots:
-        slot.there.synchronize()
-    assert [one.tolist() for one, _ in found] == [by_numpy(spaces, part) for part in parts]
-    for _ in range(2 * len(slots)):
-        digest_parts([(0, [1] * pages)])  # nobody keeps them
-
-
 def test_digests_of_one_piece_of_memory_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(digest_rows_triton, "_MEMORY", 10)
+    monkeypatch.setattr(launch_triton, "_MEMORY", 10)
     spaces = SpaceBuffers([[pool(1, 2, 1)]])
     digest_parts = PartsTriton(spaces, None)
     parts: list[Parts] = [[(0, pages)] for pages in ([0], [1, 2], [3, 2], [1], list(range(4)) * 3, [2])]
@@ -368,7 +165,7 @@ def test_each_page_of_a_long_list_goes_to_its_place() -> None:
     spaces = SpaceBuffers([[PageBuffers([torch.arange(50 * 8, dtype=torch.int32).view(torch.uint8).view(50, 32)] * 2)]])
     pages = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:37]
     out = torch.full((2, 50), -1)
-    digest_into_triton(spaces, [(0, pages, range(2), 1, out), (0, pages, range(2, 37), 1, out)])
+    SealTriton(spaces)((), [(0, pages, range(2), 1, out), (0, pages, range(2, 37), 1, out)])
     expected = torch.full((2, 50), -1)
     values = np.array(by_numpy(spaces, [(0, pages.tolist())]), dtype=np.uint64).view(np.int64)
     expected[:, pages] = torch.from_numpy(values).view(2, -1)

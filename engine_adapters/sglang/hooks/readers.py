@@ -14,7 +14,7 @@ _GUARDS = (Guard.ATTENTION, Guard.INDEXER, Guard.COMPRESSOR)
 
 def before_replay(here: rank.Rank) -> None:
     """A captured prefill runs no accessor when it is replayed: its stream waits for whole loads before it begins."""
-    if not here.copies.pending or not all(here.gate.guarded(guard) for guard in _GUARDS):
+    if not here.copies.loads or not all(here.gate.guarded(guard) for guard in _GUARDS):
         return
     config = getattr(here.scheduler.server_args, "cuda_graph_config", None)
     if config is None or str(getattr(config.prefill.backend, "value", config.prefill.backend)) != "disabled":
@@ -29,7 +29,7 @@ def wait_layer_transfer(stock: Any, pool: Any, layer_id: int) -> Any:
     A pool without a counter (a draft's) waits for whole loads.
     """
     here = rank.here()
-    if here is None or not here.copies.pending:
+    if here is None or not here.copies.loads:
         return stock(pool, layer_id)
     if not all(here.gate.guarded(guard) for guard in _GUARDS):
         return None
@@ -37,7 +37,7 @@ def wait_layer_transfer(stock: Any, pool: Any, layer_id: int) -> Any:
     if counter is not None and counter.consumer_index >= 0:
         return stock(pool, layer_id)
     stream = cache_controller.device_module.current_stream()
-    for copy in here.copies.pending:
-        if copy.kind is LoadKind.HICACHE and copy.events:
+    for copy in here.copies.loads:
+        if copy.events:
             stream.wait_event(copy.events[-1 if counter is None else layer_id - pool.start_layer])
     return None

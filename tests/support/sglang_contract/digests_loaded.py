@@ -37,9 +37,9 @@ def _noted_on(made: World) -> list[Any]:
     """The streams on which digests of copies will have been noted."""
     streams: list[Any] = []
     digests = made.rank.digests
-    joined, note = digests._joined, digests._note
+    joined, seal = digests._joined, digests._seal
     digests._joined = lambda copies: streams.append(made.device.current) or joined(copies)
-    digests._note = lambda copies: streams.append(made.device.current) or note(copies)
+    digests._seal = lambda moves, places: streams.append(made.device.current) or seal(moves, places)
     return streams
 
 
@@ -74,8 +74,8 @@ def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
     sealed = made.rank.digests.spaces["full"].sealed.clone()
     for device, host in ((10, 0), (11, 0), (10, 1)):
         made.back_up(device, host)
-    note, together = made.rank.digests._note, []
-    made.rank.digests._note = lambda copies: together.append(len(copies)) or note(copies)
+    seal, together = made.rank.digests._seal, []
+    made.rank.digests._seal = lambda moves, places: together.append(len(moves)) or seal(moves, places)
     made.compute(12)
     assert together == [1, 1, 1]
     assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()

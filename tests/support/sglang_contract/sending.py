@@ -121,7 +121,7 @@ def chunk_waits_for_what_it_cannot_know_and_the_worker_does_not(_: bool) -> None
     assert chunks._first_granted() is None, "nobody knows which pages the load fills"
     load.leased = True
     assert chunks._first_granted() is None, "of a load that the ledger refused nobody knows it either"
-    made.rank.copies.pending = ()
+    made.rank.copies._keep(())
     assert chunks._first_granted() is not None
 
 
