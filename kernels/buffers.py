@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 
@@ -48,19 +49,39 @@ Parts = Sequence[tuple[int, Sequence[int]]]
 #: Digests of at least one part, [buffers, pages] of each one after another: flat, on the host; and the event after
 #: which they are there, None if they are already.
 DigestParts = Callable[[Parts], tuple[digest.Digests, torch.cuda.Event | None]]
-#: Of one of the spaces tokens int64 [n] on their device; which of them begin a page; tokens of a page; and where each
-#: digest has its place: int64 [buffers, pool pages], rows contiguous.
-Places = Sequence[tuple[int, torch.Tensor, Sequence[int], int, torch.Tensor]]
-#: Digests int64 [buffers, pages], rows contiguous, to take from, and tokens int64 [n] that begin their pages; the same
-#: of where they go; tokens of a page. Tokens may lie on the host.
-Moves = Sequence[tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, int]]
+
+
+class Firsts(NamedTuple):
+    """Tokens int64 [n] on a device, and which of them begin a page."""
+
+    tokens: torch.Tensor
+    at: Sequence[int]
+
+
+class Table:
+    """Numbers int64 [rows, columns] whose memory stays; of a row it is contiguous. One dimension is one row."""
+
+    def __init__(self, numbers: torch.Tensor) -> None:
+        self.numbers = numbers if numbers.dim() == 2 else numbers.view(1, -1)
+        check_numbers(self.numbers)
+        self.address = numbers.data_ptr()
+        self.rows, self.columns = self.numbers.shape
+        self.row_bytes = 8 * self.numbers.stride(0)
+
+
+#: Of one of the spaces pages by their first tokens; tokens of a page; and where each digest has its place: [buffers,
+#: pool pages].
+Places = Sequence[tuple[int, Firsts, int, Table]]
+#: Digests [buffers, pages] to take from, and tokens that begin their pages; the same of where they go; tokens of a
+#: page. Tokens lie on the device of the digests, or are told by their values.
+Moves = Sequence[tuple[Table, Firsts | Sequence[int], Table, Firsts | Sequence[int], int]]
 #: Takes digests of some pages over to others (two to one place: either), then puts digests of pages where they have
-#: their place: `out[:, pages]` of each. A page without one is left out.
+#: their place: a column of each table a page. A page without one is left out.
 Seal = Callable[[Moves, Places], None]
-#: Numbers int64 [n, columns], rows contiguous, and which columns to read.
-Reads = Sequence[tuple[torch.Tensor, Sequence[int]]]
-#: Of each [n, read columns], one after another: flat, on the host; and the event after which they are there, None if
-#: they are already.
+#: Numbers, and which columns to read.
+Reads = Sequence[tuple[Table, Sequence[int]]]
+#: Of each [rows, read columns], one after another: flat, on the host; and the event after which they are there, None
+#: if they are already.
 Read = Callable[[Reads], tuple[digest.Digests, torch.cuda.Event | None]]
 
 
@@ -78,28 +99,38 @@ def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
 
 def seal_torch(spaces: SpaceBuffers, moves: Moves, places: Places) -> None:
     for source, source_tokens, target, target_tokens, page_tokens in moves:
-        for tokens in (source_tokens, target_tokens):
-            check_tokens(tokens)
-        pages = [(tokens // page_tokens).to(source.device) for tokens in (source_tokens, target_tokens)]
-        known = (pages[0] >= 0) & (pages[0] < source.shape[1]) & (pages[1] >= 0) & (pages[1] < target.shape[1])
-        target[:, pages[1][known]] = source[:, pages[0][known]]
-    for space, tokens, firsts, page_tokens, out in places:
-        check_tokens(tokens, spaces.device)
-        listed = tokens[torch.tensor(list(firsts), dtype=torch.int64, device=tokens.device)]
-        found = listed[(listed >= 0) & (listed < out.shape[1] * page_tokens)] // page_tokens
-        out[:, found] = _digest_space_torch(spaces, space, found)
+        froms, from_known = _pages(source_tokens, source, page_tokens)
+        tos, to_known = _pages(target_tokens, target, page_tokens)
+        known = from_known & to_known
+        target.numbers[:, tos[known]] = source.numbers[:, froms[known]]
+    for space, tokens, page_tokens, out in places:
+        pages, known = _pages(tokens, out, page_tokens)
+        out.numbers[:, pages[known]] = _digest_space_torch(spaces, space, pages[known])
+
+
+def _pages(tokens: Firsts | Sequence[int], table: Table, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """Page numbers, and which of them are pages of the table."""
+    if isinstance(tokens, Firsts):
+        check_numbers(tokens.tokens, table.numbers.device)
+        firsts = tokens.tokens[torch.tensor(tokens.at, dtype=torch.int64)]
+    else:
+        firsts = torch.tensor(tokens, dtype=torch.int64)
+    return firsts // page_tokens, (firsts >= 0) & (firsts < table.columns * page_tokens)
 
 
 def read_torch(reads: Reads) -> digest.Digests:
-    found = [numbers[:, torch.tensor(columns, dtype=torch.int64)].reshape(-1) for numbers, columns in reads]
+    found = [table.numbers[:, torch.tensor(columns, dtype=torch.int64)].reshape(-1) for table, columns in reads]
     return torch.cat([torch.empty(0, dtype=torch.int64), *found]).numpy().view("uint64")
 
 
-def check_tokens(tokens: torch.Tensor, device: torch.device | None = None) -> None:
-    """Raises ValueError unless they are int64 and on `device`: kernels read them by their addresses."""
-    if tokens.dtype is not torch.int64 or device not in (None, tokens.device):
+def check_numbers(numbers: torch.Tensor, device: torch.device | None = None) -> None:
+    """Raises ValueError unless they are int64, contiguous in a row and on `device`: kernels go by their addresses."""
+    if numbers.dtype is not torch.int64 or numbers.stride(-1) != 1 or device not in (None, numbers.device):
         where = "" if device is None else f" on {device}"
-        raise ValueError(f"tokens {tokens.dtype} on {tokens.device}: int64{where} expected")
+        raise ValueError(
+            f"numbers {numbers.dtype} of strides {numbers.stride()} on {numbers.device}: "
+            f"contiguous int64{where} expected"
+        )
 
 
 def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:

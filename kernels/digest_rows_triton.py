@@ -7,7 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels.buffers import check_tokens
+from dsv4ctl.kernels.buffers import check_numbers
 from dsv4ctl.kernels.digest_triton import digest_of
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
 from dsv4ctl.kernels.moves_triton import move, rows_of
@@ -46,7 +46,6 @@ class PartsTriton:
 
     def __init__(self, spaces, stream):
         self._spaces = spaces
-        self._stream = stream
         self._most = max(spaces.counts)
         self._rows = Rows(spaces.device, stream)
         self._memory = Memory(stream is not None)
@@ -77,7 +76,8 @@ class PartsTriton:
         rows = self._rows.put(numbers, *kept)
         if number:
             of = self._spaces
-            _digest_lists((longest, self._most, number), of.device, of.table, of.multipliers, rows, stream=self._stream)
+            grid = longest, self._most, number
+            _digest_lists(grid, of.device, self._rows.stream, of.table, of.multipliers, rows)
 
 
 # A page a row: first buffer of its space, how many it has, where its first token lies (int64), tokens of a page, what
@@ -117,23 +117,23 @@ class SealTriton:
         numbers += self._rows_of(places)
         if not numbers:
             return
-        read = [tokens for _, froms, _, tos, _ in moves for tokens in (froms, tos)]
-        rows = self._rows.put(numbers, *read, *[tokens for _, tokens, *_ in places])
-        move(self._spaces.device, rows, moved, max((source.shape[0] for source, *_ in moves), default=0))
+        rows = self._rows.put(numbers, moves, places)
+        most = max((source.rows for source, *_ in moves), default=0)
+        move(self._spaces.device, self._rows.stream, rows, moved, most)
         self._begin(rows[behind:], (len(numbers) - behind) // _TOKEN)
         self._rows.begun()
 
     def _rows_of(self, places):
         rows = list[int]()
-        for space, tokens, firsts, page_tokens, out in places:
-            check_tokens(tokens, self._spaces.device)
+        for space, (tokens, firsts), page_tokens, out in places:
+            check_numbers(tokens, self._spaces.device)
             buffers, where = (self._spaces.firsts[space], self._spaces.counts[space]), tokens.data_ptr()
-            place, step = (page_tokens, out.shape[1], out.data_ptr(), 8 * out.stride(0)), 8 * tokens.stride(0)
+            place = page_tokens, out.columns, out.address, out.row_bytes
             for at in firsts:
-                rows += (*buffers, where + step * at, *place)
+                rows += (*buffers, where + 8 * at, *place)
         return rows
 
     def _begin(self, rows, number):
         if number:
             of = self._spaces
-            _digest_tokens((number, self._most, 1), of.device, of.table, of.multipliers, rows)
+            _digest_tokens((number, self._most, 1), of.device, self._rows.stream, of.table, of.multipliers, rows)

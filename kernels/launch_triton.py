@@ -19,6 +19,7 @@ class Kernel:
     """A kernel of addresses alone, of memory that is aligned as PyTorch aligns it: compiled once for each device.
 
     It is launched by its handle, on a stream that need not be entered: that takes half the time of Triton's own way.
+    What the device can read is enough: pinned memory of the host too.
     """
 
     def __init__(self, kernel, *constants, warps):
@@ -27,15 +28,15 @@ class Kernel:
         self._warps = warps
         self._compiled = {}
 
-    def __call__(self, grid, device, *tensors, stream=None):
-        """On the current stream, or on `stream`. What the device can read is enough: pinned memory of the host too."""
+    def __call__(self, grid, device, stream, *tensors):
+        """On a stream of the device; None on a CPU."""
         compiled = self._compiled.get(device)
         if compiled is None:  # on a CPU always
             with torch.cuda.stream(stream):
                 self._compiled[device] = self._kernel[grid](*tensors, *self._constants, num_warps=self._warps)
         else:
-            handle = (torch.cuda.current_stream(device) if stream is None else stream).cuda_stream
-            compiled[grid](*[tensor.data_ptr() for tensor in tensors], *self._constants, stream=handle)
+            addresses = [tensor.data_ptr() for tensor in tensors]
+            compiled[grid](*addresses, *self._constants, stream=stream.cuda_stream)
 
 
 class _Slot:
@@ -49,18 +50,22 @@ class _Slot:
 
 
 class Rows:
-    """What launches on `stream` (None: the current one) have to do. Not to be used by two threads at once.
+    """What launches have to do, on `own`, a stream, or on the current one. Not to be used by two threads at once.
 
     Few numbers are read where they are written, in pinned memory. Beyond `_SLOTS` a call waits for the device.
     """
 
-    def __init__(self, device, stream=None):
+    def __init__(self, device, own=None):
         self._device = device
-        self._stream = stream
-        self._slots = deque(_Slot(device.type == "cuda") for _ in range(_SLOTS))
+        self._own = own
+        self._gpu = device.type == "cuda"
+        self._slots = deque(_Slot(self._gpu) for _ in range(_SLOTS))
+        self.stream = own  #: of what is launched between `put` and `begun`
 
     def put(self, numbers, *kept):
         """Where kernels find these numbers; they and `kept` stay as long as what is launched until `begun` needs."""
+        if self._own is None and self._gpu:
+            self.stream = torch.cuda.current_stream(self._device)
         self._slots.rotate(-1)
         slot = self._slots[-1]
         if slot.there is not None and not slot.there.query():
@@ -69,7 +74,7 @@ class Rows:
             struct.pack_into(f"={len(numbers)}q", slot.bytes, 0, *numbers)
             slot.kept = kept
             return slot.near
-        with torch.cuda.stream(self._stream):
+        with torch.cuda.stream(self.stream):
             copied = _on_device(numbers, self._device)
         slot.kept = (copied, *kept)
         return copied
@@ -78,7 +83,7 @@ class Rows:
         """The event after which all is done that was launched since `put`, None if it is already."""
         there = self._slots[-1].there
         if there is not None:
-            there.record(self._stream)
+            there.record(self.stream)
         return there
 
 

@@ -6,7 +6,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels.buffers import check_tokens
+from dsv4ctl.kernels.buffers import Firsts, check_numbers
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
 
 _NO_TOKEN = 1 << 62  # of no page
@@ -45,35 +45,30 @@ def _move_kernel(rows_ptr, block: tl.constexpr):
 _move = Kernel(_move_kernel, _BLOCK, warps=1)
 
 
-def move(device, rows, number, buffers, stream=None):
+def move(device, stream, rows, number, buffers):
     """Launches the first `number` of these rows, of spaces with at most so many buffers."""
     if number:
-        _move((number, triton.cdiv(buffers, _BLOCK), 1), device, rows, stream=stream)
+        _move((number, triton.cdiv(buffers, _BLOCK), 1), device, stream, rows)
 
 
 def rows_of(moves):
     """Rows of `buffers.Moves`, one after another, and how many."""
     rows = list[int]()
     for source, source_tokens, target, target_tokens, page_tokens in moves:
-        begin, end = _side(source), _side(target)
-        size = source.shape[0], page_tokens
-        pages = zip(_tokens(source_tokens, source.device), _tokens(target_tokens, target.device), strict=True)
-        for token, target_token in pages:
-            rows += (*size, *begin, token, *end, target_token)
+        begin = source.rows, page_tokens, source.address, source.row_bytes, source.columns
+        end = target.address, target.row_bytes, target.columns
+        for token, target_token in zip(_told(source_tokens, source), _told(target_tokens, target), strict=True):
+            rows += (*begin, token, *end, target_token)
     return rows, len(rows) // _MOVE
 
 
-def _side(numbers):
-    return numbers.data_ptr(), 8 * numbers.stride(0), numbers.shape[1]
-
-
-def _tokens(tokens, device):
+def _told(tokens, table):
     """As rows have them."""
-    check_tokens(tokens)
-    if tokens.device == device:
-        step = 8 * tokens.stride(0)
-        return range(tokens.data_ptr(), tokens.data_ptr() + step * len(tokens), step)
-    return [~token if token >= 0 else ~_NO_TOKEN for token in tokens.tolist()]
+    if isinstance(tokens, Firsts):
+        check_numbers(tokens.tokens, table.numbers.device)
+        address = tokens.tokens.data_ptr()
+        return [address + 8 * at for at in tokens.at]
+    return [~token if token >= 0 else ~_NO_TOKEN for token in tokens]
 
 
 class ReaderTriton:
@@ -81,24 +76,25 @@ class ReaderTriton:
 
     def __init__(self, device, stream=None):
         self._device = device
-        self._stream = stream
         self._rows = Rows(device, stream)
         self._memory = Memory(device.type == "cuda")
-        # Compiles: a row of no page.
-        move(device, self._rows.put((0, 1, 0, 0, 0, ~0, 0, 0, 0, ~0)), 1, 1, stream)
+        self._begin((0, 1, 0, 0, 0, ~0, 0, 0, 0, ~0), 1)  # compiles: a row of no page
         self._rows.begun()
 
     def __call__(self, reads):
         """The numbers, and the event after which they are there, None if they are already."""
-        memory, place = self._memory.take(sum(numbers.shape[0] * len(columns) for numbers, columns in reads))
-        rows, buffers, kept = list[int](), 0, [memory]
-        for numbers, columns in reads:
-            count, size = numbers.shape[0], len(columns)
-            begin, end = (count, 1, *_side(numbers)), (place, 8 * size, size)
+        memory, place = self._memory.take(sum(table.rows * len(columns) for table, columns in reads))
+        rows, most = list[int](), 0
+        for table, columns in reads:
+            size = len(columns)
+            begin, end = (table.rows, 1, table.address, table.row_bytes, table.columns), (place, 8 * size, size)
             for at, column in enumerate(columns):
                 rows += (*begin, ~column, *end, ~at)
-            place += 8 * count * size
-            buffers = max(buffers, count)
-            kept.append(numbers)
-        move(self._device, self._rows.put(rows, *kept), len(rows) // _MOVE, buffers, self._stream)
+            place += 8 * table.rows * size
+            most = max(most, table.rows)
+        self._begin(rows, most, memory, *[table.numbers for table, _ in reads])
         return memory, self._rows.begun()
+
+    def _begin(self, numbers, most, *kept):
+        rows = self._rows.put(numbers, *kept)
+        move(self._device, self._rows.stream, rows, len(numbers) // _MOVE, most)

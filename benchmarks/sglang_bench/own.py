@@ -21,7 +21,6 @@ from typing import Any
 from dsv4ctl.engine_adapters.sglang.install import Placed, in_scheduler
 from sglang_bench import parts
 
-_SCHEDULER = "sglang.srt.managers.scheduler.Scheduler."
 #: How the names of our threads in an engine begin.
 _THREADS = ("dsv4ctl-", "link-")
 #: The hook that does nothing.
@@ -46,9 +45,9 @@ def register() -> None:
 
     install.resolve = timed
     HookRegistry.register(parts.PARTS["requests"], own.turn, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULER + "process_input_requests", own.requests, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULER + "run_batch", own.forward, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULER + "process_batch_result", own.result, HookType.BEFORE)
+    HookRegistry.register(parts.TURN, own.requests, HookType.BEFORE)
+    HookRegistry.register(parts.PARTS["forward"], own.forward, HookType.BEFORE)
+    HookRegistry.register(parts.PARTS["results"], own.result, HookType.BEFORE)
 
 
 def _beneath_stock(own: Own) -> None:
@@ -68,7 +67,7 @@ class Own:
     """
 
     def __init__(self, folder: Path, clock_ns: Callable[[], int] = time.perf_counter_ns) -> None:
-        self._folder = folder
+        self._log = parts.Log(folder)
         self._clock_ns = clock_ns
         self._counts: Counter[str] = Counter()
         self._of_turn: dict[str, list[int]] = {}  #: nanoseconds and calls, by hook
@@ -77,7 +76,6 @@ class Own:
         self._began: int | None = None
         self._loop = 0  #: its thread
         self._port = 0
-        self._written = 0.0
         self._nothing = self.timed(_NOTHING, "around", lambda stock: stock())
 
     def timed(self, name: str, kind: str, function: Callable[..., Any]) -> Callable[..., Any]:
@@ -128,10 +126,8 @@ class Own:
         for each in self._of_turn.values():
             each[:] = 0, 0
         self._began = now
-        if self._port and time.monotonic() > self._written + parts.WRITTEN_SECONDS:
-            self._written = time.monotonic()
-            self._counts["others"] = _others()
-            parts.write(self._folder, self._port, self._counts)
+        if self._port:
+            self._log.write(self._port, lambda: {**self._counts, "others": _others()})
         self._nothing(bool)
 
     def requests(self, scheduler: Any, received: list[Any], *_: Any, **__: Any) -> None:

@@ -27,6 +27,8 @@ PARTS = {
     "forward": _SCHEDULER + "run_batch",
     "results": _SCHEDULER + "process_batch_result",
 }
+#: What was received is handled: in each turn, of whichever kind of engine.
+TURN = _SCHEDULER + "process_input_requests"
 WRITTEN_SECONDS = 1.0
 #: One that waited longer was stopped: see `cores`.
 _STOPPED_NS = 100_000_000
@@ -42,8 +44,8 @@ def register() -> None:
     spent = Spent(Path(folder))
     for part, target in PARTS.items():
         HookRegistry.register(target, spent.on(part), HookType.AROUND)
-    HookRegistry.register(_SCHEDULER + "run_batch", spent.forward, HookType.BEFORE)
-    HookRegistry.register(_SCHEDULER + "process_input_requests", spent.turn, HookType.BEFORE)
+    HookRegistry.register(PARTS["forward"], spent.forward, HookType.BEFORE)
+    HookRegistry.register(TURN, spent.turn, HookType.BEFORE)
     gc.callbacks.append(spent.collection)
 
 
@@ -60,14 +62,13 @@ class Spent:
         clock_ns: Callable[[], int] = time.thread_time_ns,
         wall_ns: Callable[[], int] = time.monotonic_ns,
     ) -> None:
-        self._folder = folder
+        self._log = Log(folder)
         self._clock_ns = clock_ns
         self._wall_ns = wall_ns
         self._counts: Counter[str] = Counter()
         self._of_turn: Counter[str] = Counter()
         self._turn: tuple[int, int] | None = None
         self._collection = 0
-        self._written = 0.0
 
     def on(self, part: str) -> Callable[..., Any]:
         def timed(stock: Any, *args: Any, **kwargs: Any) -> Any:
@@ -97,9 +98,8 @@ class Spent:
                 self._counts.update(self._of_turn)
         self._of_turn.clear()
         self._turn = now, wall
-        if time.monotonic() > self._written + WRITTEN_SECONDS and scheduler.server_args.disaggregation_mode == "decode":
-            self._written = time.monotonic()
-            write(self._folder, scheduler.server_args.port, self._counts)
+        if scheduler.server_args.disaggregation_mode == "decode":
+            self._log.write(scheduler.server_args.port, lambda: self._counts)
 
     def collection(self, phase: str, info: dict[str, int]) -> None:
         if info["generation"] == 2:
@@ -109,12 +109,22 @@ class Spent:
                 self._of_turn["collections"] += self._clock_ns() - self._collection
 
 
-def write(folder: Path, port: int, counts: Mapping[str, int]) -> None:
-    """All of it, or what was there before."""
-    file = folder / f"{port}.json"
-    part = file.with_suffix(".part")
-    part.write_text(json.dumps(counts))
-    part.replace(file)
+class Log:
+    """What a server counted so far: a file in a folder, by its port, with all of one moment."""
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+        self._written = 0.0
+
+    def write(self, port: int, counts: Callable[[], Mapping[str, int]]) -> None:
+        """Unless it was written within the last second."""
+        if time.monotonic() <= self._written + WRITTEN_SECONDS:
+            return
+        self._written = time.monotonic()
+        file = self._folder / f"{port}.json"
+        part = file.with_suffix(".part")
+        part.write_text(json.dumps(counts()))
+        part.replace(file)
 
 
 def counted(folder: Path, port: int) -> dict[str, int]:

@@ -17,7 +17,7 @@ import torch
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
 from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import Moves, PageBuffers, SpaceBuffers
+from dsv4ctl.kernels.buffers import Firsts, Moves, PageBuffers, SpaceBuffers, Table
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -71,24 +71,27 @@ class Expected(NamedTuple):
 
 
 class _Space:
-    """The buffers of one space. `sealed[b, p]` is what buffer b of page p has to be, `on_host` the same on the host."""
+    """The buffers of one space. In `sealed` row b, column p is what buffer b of page p has to be; `on_host`: the same
+    on the host.
+    """
 
     def __init__(self, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
         self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
         self.pools = [PageBuffers(buffers) for _, buffers in group.values()]
         self.device = self.pools[0].device
-        self.shape = (len(self.names), pages)
         self.page_tokens = page_tokens
-        self.sealed = torch.zeros(self.shape, dtype=torch.int64, device=self.device)
-        self.on_host = torch.zeros((len(self.names), host_pages), dtype=torch.int64, device=self.device)
+        self.sealed, self.on_host = (
+            Table(torch.zeros((len(self.names), number), dtype=torch.int64, device=self.device))
+            for number in (pages, host_pages)
+        )
 
     def compute(self, pages: torch.Tensor) -> torch.Tensor:
         """What the pages are now: int64 [buffers, n]."""
         return torch.cat([ops.digest_buffers(pool, pages) for pool in self.pools])
 
-    def numbers(self, firsts: Sequence[torch.Tensor]) -> torch.Tensor:
+    def numbers(self, firsts: Sequence[Firsts | Sequence[int]]) -> torch.Tensor:
         """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
-        tokens = torch.cat([_read_here(indices) for indices in firsts])
+        tokens = torch.cat([_read_here(each, self.page_tokens) for each in firsts])
         return (tokens // self.page_tokens).to(self.device, non_blocking=True)
 
 
@@ -117,7 +120,7 @@ class PageDigests:
         """Now, not under a request."""
         page = torch.zeros(1, dtype=torch.int64, device=self._device)
         for space in self.spaces.values():
-            if space.on_host.numel():  # only a load is compared with what it has to be
+            if space.on_host.columns:  # only a load is compared with what it has to be
                 space.compute(page)
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
@@ -151,7 +154,7 @@ class PageDigests:
         if slots is not None:
             written.append(("state", slots, range(len(slots))))
         places = [
-            (self._numbers[name], tokens.to(torch.int64), at, space.page_tokens, space.sealed)
+            (self._numbers[name], Firsts(tokens.to(torch.int64), at), space.page_tokens, space.sealed)
             for name, tokens, at in written
             if (space := self.spaces.get(name)) is not None
         ]
@@ -172,7 +175,7 @@ class PageDigests:
 
     def _moves(self, backups: Sequence[Pages]) -> Moves:
         return [
-            (space.sealed, device.to(torch.int64), space.on_host, host.to(torch.int64), space.page_tokens)
+            (space.sealed, device, space.on_host, host, space.page_tokens)
             for backup in backups
             for name, (device, host) in backup.firsts.items()
             if (space := self.spaces.get(name)) is not None
@@ -184,8 +187,8 @@ class PageDigests:
         expected = []
         for name, (device, host) in self._joined(copies).items():
             space = self.spaces[name]
-            values = space.on_host[:, host]
-            space.sealed[:, device] = values
+            values = space.on_host.numbers[:, host]
+            space.sealed.numbers[:, device] = values
             expected.append(Expected(name, device, values))
         return expected
 
@@ -216,20 +219,25 @@ class PageDigests:
         return [places[at] for at in wrong]
 
 
-def _read_here(indices: torch.Tensor) -> torch.Tensor:
-    """By the current stream, which need not be that of the memory."""
-    if indices.is_cuda:
-        indices.record_stream(torch.cuda.current_stream(indices.device))
-    return indices.to(torch.int64)
+def _read_here(firsts: Firsts | Sequence[int], page_tokens: int) -> torch.Tensor:
+    """First tokens of a copy's pages, read by the current stream, which need not be that of the memory."""
+    if not isinstance(firsts, Firsts):
+        return torch.tensor(firsts, dtype=torch.int64)
+    if firsts.tokens.is_cuda:
+        firsts.tokens.record_stream(torch.cuda.current_stream(firsts.tokens.device))
+    return firsts.tokens[::page_tokens]
 
 
 def _fill_apart(backups: Sequence[Pages]) -> bool:
     """Whether no host page is known to be filled twice: of two values for one place, the device keeps either."""
     for space in {name for copy in backups for name in copy.firsts} if len(backups) > 1 else ():
-        hosts = [copy.firsts[space][1] for copy in backups if space in copy.firsts]
-        if any(host.is_cuda for host in hosts):
-            return False
-        firsts = [first for host in hosts for first in host.tolist()]
+        firsts = list[int]()
+        for copy in backups:
+            if space in copy.firsts:
+                host = copy.firsts[space][1]
+                if isinstance(host, Firsts):
+                    return False
+                firsts += host
         if len(set(firsts)) < len(firsts):
             return False
     return True

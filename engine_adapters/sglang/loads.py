@@ -19,7 +19,7 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
-from dsv4ctl.kernels.buffers import Read
+from dsv4ctl.kernels.buffers import Firsts, Read, Table
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -49,21 +49,16 @@ class Pages:
         self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int], read: Read
     ) -> None:
         self._page_tokens = page_tokens
-        #: First tokens of the pages, device and host, by space.
+        #: First tokens of the pages, device and host, by space: what lies on the host by its values.
         self.firsts = {
-            space: (device[:: page_tokens[space]], host[:: page_tokens[space]])
+            space: (_firsts(device, page_tokens[space]), _firsts(host, page_tokens[space]))
             for space, (device, host) in sides.items()
         }
-        afar = [
-            (side.to(torch.int64).view(1, -1), range(0, len(side), page_tokens[space]))
-            for space, both in sides.items()
-            for side in both
-            if side.device.type != "cpu"
-        ]
         self._fetched: Digests | None = None
         self._event: Event | None = None
+        afar = [side for both in self.firsts.values() for side in both if isinstance(side, Firsts)]
         if afar:
-            self._fetched, self._event = read(afar)
+            self._fetched, self._event = read([(Table(side.tokens), side.at) for side in afar])
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -78,9 +73,15 @@ class Pages:
             for space, (device, host) in self.firsts.items()
         }
 
-    def _numbers(self, firsts: torch.Tensor, space: str, fetched: Iterator[int]) -> tuple[int, ...]:
-        values = firsts.tolist() if firsts.device.type == "cpu" else islice(fetched, len(firsts))
+    def _numbers(self, firsts: Firsts | list[int], space: str, fetched: Iterator[int]) -> tuple[int, ...]:
+        values = islice(fetched, len(firsts.at)) if isinstance(firsts, Firsts) else firsts
         return tuple(first // self._page_tokens[space] for first in values)
+
+
+def _firsts(tokens: torch.Tensor, page_tokens: int) -> Firsts | list[int]:
+    if tokens.device.type == "cpu":
+        return list(tokens[::page_tokens].tolist())
+    return Firsts(tokens.to(torch.int64), range(0, len(tokens), page_tokens))
 
 
 @dataclass(eq=False)

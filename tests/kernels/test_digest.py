@@ -9,7 +9,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import digest_rows_triton, launch_triton, ops
-from dsv4ctl.kernels.buffers import PageBuffers, Parts, Places, SpaceBuffers, digest_parts_torch
+from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Parts, Places, SpaceBuffers, Table, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
 from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
@@ -102,10 +102,9 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, da
         return [
             (
                 space,
-                torch.tensor(listed, dtype=torch.int64),
-                firsts[space],
+                Firsts(torch.tensor(listed, dtype=torch.int64), firsts[space]),
                 3,
-                torch.full((spaces.counts[space], 4), -1),
+                Table(torch.full((spaces.counts[space], 4), -1)),
             )
             for space, listed in enumerate(chosen)
         ]
@@ -113,12 +112,12 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, da
     triton, plain = places(), places()
     SealTriton(spaces)((), triton)
     ops.seal(spaces)((), plain)
-    for (space, listed, at, _, out), (*_, other) in zip(triton, plain, strict=True):
-        expected = torch.full_like(out, -1)
+    for (space, (listed, at), _, out), (*_, other) in zip(triton, plain, strict=True):
+        expected = torch.full_like(out.numbers, -1)
         found = sorted({int(listed[one]) // 3 for one in at})
         values = by_numpy(spaces, [(space, found)])
-        expected[:, found] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(len(out), -1)
-        assert out.tolist() == other.tolist() == expected.tolist()
+        expected[:, found] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64)).view(out.rows, -1)
+        assert out.numbers.tolist() == other.numbers.tolist() == expected.tolist()
 
 
 def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
@@ -128,7 +127,7 @@ def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
     expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
     for seal in (SealTriton(spaces), ops.seal(spaces)):
         memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-        seal((), [(0, torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2], 9, memory[1:3])])
+        seal((), [(0, Firsts(torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2]), 9, Table(memory[1:3]))])
         assert memory.tolist() == expected.tolist()
 
 
@@ -138,9 +137,9 @@ def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     digest_parts = PartsTriton(spaces, None)
     started: list[tuple[int, int, int]] = []
 
-    def start(grid: tuple[int, int, int], *arguments: Any, stream: None) -> None:
+    def start(grid: tuple[int, int, int], *arguments: Any) -> None:
         started.append(grid)
-        kernel(grid, *arguments, stream=stream)
+        kernel(grid, *arguments)
 
     kernel = digest_rows_triton._digest_lists
     monkeypatch.setattr(digest_rows_triton, "_digest_lists", start)
@@ -165,7 +164,9 @@ def test_each_page_of_a_long_list_goes_to_its_place() -> None:
     spaces = SpaceBuffers([[PageBuffers([torch.arange(50 * 8, dtype=torch.int32).view(torch.uint8).view(50, 32)] * 2)]])
     pages = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:37]
     out = torch.full((2, 50), -1)
-    SealTriton(spaces)((), [(0, pages, range(2), 1, out), (0, pages, range(2, 37), 1, out)])
+    SealTriton(spaces)(
+        (), [(0, Firsts(pages, range(2)), 1, Table(out)), (0, Firsts(pages, range(2, 37)), 1, Table(out))]
+    )
     expected = torch.full((2, 50), -1)
     values = np.array(by_numpy(spaces, [(0, pages.tolist())]), dtype=np.uint64).view(np.int64)
     expected[:, pages] = torch.from_numpy(values).view(2, -1)

@@ -14,7 +14,7 @@ import pytest
 import torch
 
 from dsv4ctl.kernels import launch_triton
-from dsv4ctl.kernels.buffers import PageBuffers, SpaceBuffers
+from dsv4ctl.kernels.buffers import Firsts, PageBuffers, SpaceBuffers, Table
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
 from dsv4ctl.kernels.launch_triton import Kernel, Rows
@@ -58,24 +58,32 @@ def test_a_kernel_is_compiled_once_for_each_device_and_launched_by_its_handle(mo
     def at(address: int) -> Any:
         return SimpleNamespace(data_ptr=lambda: address)
 
-    streams = {device: SimpleNamespace(cuda_stream=f"current of {device}") for device in ("a", "b")}
     monkeypatch.setattr(torch.cuda, "stream", entered)
-    monkeypatch.setattr(torch.cuda, "current_stream", streams.__getitem__)
     kernel = Kernel(Source(), 4096, True, warps=16)
     mine = SimpleNamespace(cuda_stream="mine")
     first, second, third = at(1), at(2), at(3)
-    kernel((1, 2, 3), "a", first, second, stream=mine)
-    kernel((4, 5, 6), "a", first, second, stream=mine)
-    kernel((4, 5, 6), "a", first, second)
-    kernel((7, 1, 1), "b", third)
+    kernel((1, 2, 3), "a", mine, first, second)
+    kernel((4, 5, 6), "a", mine, first, second)
+    kernel((7, 1, 1), "b", None, third)
     assert said == [
         ("entered", mine),
         ("compiled", (1, 2, 3), first, second, 4096, True, {"num_warps": 16}),
         ((4, 5, 6), 1, 2, 4096, True, {"stream": "mine"}),
-        ((4, 5, 6), 1, 2, 4096, True, {"stream": "current of a"}),
         ("entered", None),
         ("compiled", (7, 1, 1), third, 4096, True, {"num_warps": 16}),
     ]
+
+
+def test_without_a_stream_of_its_own_a_launch_is_on_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    streams = iter(["first", "second"])
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    here, there = Rows(CPU), Rows(CPU, mock.sentinel.own)
+    here._gpu = there._gpu = True
+    for current in ("first", "second"):
+        here.put([1])
+        there.put([1])
+        assert here.stream == current
+        assert there.stream is mock.sentinel.own
 
 
 class Device:
@@ -86,7 +94,7 @@ class Device:
         self.waited: list[Event] = []
         self.start = Kernel.__call__
         self.slots = list(rows._slots)
-        rows._stream = self
+        rows._own = rows.stream = self
         for slot in self.slots:
             slot.there = Event(self, slot)
         self.entered = False
@@ -102,7 +110,8 @@ class Device:
             assert self.entered
             return copied(numbers, device)
 
-        def begin(kernel: Kernel, grid: Any, device: torch.device, *tensors: torch.Tensor, stream: Any = None) -> None:
+        def begin(kernel: Kernel, grid: Any, device: torch.device, stream: Device, *tensors: torch.Tensor) -> None:
+            assert stream is self
             self.begin(kernel, grid, device, *tensors)
 
         monkeypatch.setattr(torch.cuda, "stream", enter)
@@ -116,7 +125,7 @@ class Device:
         def run() -> None:
             rows = kept()
             assert rows is not None
-            self.start(kernel, grid, device, *others, rows[where:])
+            self.start(kernel, grid, device, None, *others, rows[where:])
 
         self.begun.append(run)
 
@@ -130,7 +139,7 @@ class Event:
     def record(self, stream: Device) -> None:
         assert stream is self.device
         self.late, stream.begun = self.late + stream.begun, []
-        self.kept = [weakref.ref(one) for one in self.slot.kept]
+        self.kept = [weakref.ref(one) for one in self.slot.kept if isinstance(one, np.ndarray | torch.Tensor)]
 
     def query(self) -> bool:
         return not self.late
@@ -155,7 +164,6 @@ def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monke
     digest_parts = PartsTriton(four_pages(), None)
     digest_parts([(0, [1])])  # has its piece of memory
     device = Device(digest_parts._rows, monkeypatch)
-    digest_parts._stream = device
     parts = [[(0, [at % 4] * pages)] for at in range(2 * len(device.slots))]
     found = [digest_parts(part) for part in parts[: len(device.slots)]]
     assert not device.waited
@@ -174,13 +182,13 @@ def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monke
 def test_what_is_read_stays_until_it_was(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     read = ReaderTriton(CPU)
     device = Device(read._rows, monkeypatch)
-    found = [read([(torch.arange(at, at + 4).view(1, 4), [at % 4] * pages)]) for at in range(2 * len(device.slots))]
+    found = [read([(Table(torch.arange(at, at + 4)), [at % 4] * pages)]) for at in range(2 * len(device.slots))]
     assert device.waited == [slot.there for slot in device.slots]
     for slot in device.slots:
         slot.there.synchronize()
     assert [one.tolist() for one, _ in found] == [[at + at % 4] * pages for at in range(len(found))]
     for _ in range(2 * len(device.slots)):
-        read([(torch.arange(4).view(1, 4), [1] * pages)])
+        read([(Table(torch.arange(4)), [1] * pages)])
 
 
 @pytest.mark.parametrize("pages", [1, 14, 30])
@@ -191,9 +199,10 @@ def test_tokens_of_a_seal_stay_until_they_were_read(pages: int, monkeypatch: pyt
     for at in range(2 * len(device.slots)):
         sealed, kept = torch.full((1, 4), -at), torch.zeros(1, pages, dtype=torch.int64)
         tokens = [torch.tensor([at % 4] * pages) for _ in range(2)]
-        seal([(sealed, tokens[0], kept, torch.arange(pages), 1)], [(0, tokens[1], [0], 1, sealed)])
+        table, firsts = Table(sealed), [Firsts(one, range(pages)) for one in tokens]
+        seal([(table, firsts[0], Table(kept), range(pages), 1)], [(0, firsts[1], 1, table)])
         made.append((sealed, kept, [weakref.ref(one) for one in tokens]))
-        del tokens
+        del tokens, firsts
     assert device.waited == [slot.there for slot in device.slots]
     for slot in device.slots:
         slot.there.synchronize()

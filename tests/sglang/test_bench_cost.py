@@ -348,7 +348,7 @@ def test_time_is_told_by_part_for_each_token(tmp_path: Path) -> None:
         spent.collection(phase, {"generation": generation})
         work(1_000)
     spent.forward(scheduler, SimpleNamespace(forward_mode=SimpleNamespace(is_decode=lambda: False), reqs=[1]))
-    spent._written = 0.0
+    spent._log._written = 0.0
     waited += 3_000
     scheduler.server_args.disaggregation_mode = "prefill"
     spent.turn(scheduler)

@@ -59,26 +59,26 @@ def digests_are_noted_behind_the_forward(_: bool) -> None:
 def digests_of_a_backup_are_noted_before_its_pages_are_sealed_anew(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.compute(10, 11)
-    before = made.rank.digests.spaces["full"].sealed[:, [10, 11]].clone()
+    before = made.rank.digests.spaces["full"].sealed.numbers[:, [10, 11]].clone()
     for host, device in enumerate((10, 11)):
         made.back_up(device, host)
     made.compute(10, 11)
-    assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == before.tolist()
-    assert made.rank.digests.spaces["full"].sealed[:, [10, 11]].tolist() != before.tolist()
+    assert made.rank.digests.spaces["full"].on_host.numbers[:, [0, 1]].tolist() == before.tolist()
+    assert made.rank.digests.spaces["full"].sealed.numbers[:, [10, 11]].tolist() != before.tolist()
 
 
 @alone
 def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.compute(10, 11)
-    sealed = made.rank.digests.spaces["full"].sealed.clone()
+    sealed = made.rank.digests.spaces["full"].sealed.numbers.clone()
     for device, host in ((10, 0), (11, 0), (10, 1)):
         made.back_up(device, host)
     seal, together = made.rank.digests._seal, []
     made.rank.digests._seal = lambda moves, places: together.append(len(moves)) or seal(moves, places)
     made.compute(12)
     assert together == [1, 1, 1]
-    assert made.rank.digests.spaces["full"].on_host[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()
+    assert made.rank.digests.spaces["full"].on_host.numbers[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()
 
 
 def _cached() -> World:
@@ -96,7 +96,7 @@ def check_of_a_load_compares_with_what_was_noted_for_it(_: bool) -> None:
     pages = made.load_back()
     made.controller.start_loading()
     made.device.run()
-    made.rank.digests.spaces["full"].sealed[:, list(pages)] = 0  # their next owner's
+    made.rank.digests.spaces["full"].sealed.numbers[:, list(pages)] = 0  # their next owner's
     check_again(made)
     assert made.rank.counters["load_mismatches"] == 0
 
@@ -138,7 +138,7 @@ def pages_of_the_window_are_sealed_where_the_window_has_them(_: bool) -> None:
     made.rank.digests._to_window = lambda tokens: torch.where(tokens < 5 * PAGE, tokens + 2 * PAGE, -1)
     made.compute(4, 5)
     for space, pages in (("full", [4, 5]), ("swa", [6])):
-        sealed = made.rank.digests.spaces[space].sealed[0]
+        sealed = made.rank.digests.spaces[space].sealed.numbers[0]
         assert [page for page in range(16) if sealed[page]] == pages
 
 
@@ -152,7 +152,7 @@ def page_that_a_decoded_token_fills_is_sealed(_: bool) -> None:
         seq_lens_cpu=torch.tensor([2 * PAGE, PAGE + 11]),
     )
     life.forward(lambda *args: None, worker, batch)
-    sealed = made.rank.digests.spaces["full"].sealed[0]
+    sealed = made.rank.digests.spaces["full"].sealed.numbers[0]
     assert [page for page in range(16) if sealed[page]] == [3]
 
 
@@ -190,7 +190,7 @@ def what_a_check_reads_lives_until_the_stream_of_the_load_has_read_it(_: bool) -
     pages = made.load_back()
     made.controller.start_loading()
     (check,) = made.rank.copies._checks
-    noted = made.rank.digests.spaces["full"].sealed[:, list(pages)]
+    noted = made.rank.digests.spaces["full"].sealed.numbers[:, list(pages)]
     assert [read.tolist() for read in check._read] == [list(pages), noted.tolist()]
 
 
@@ -202,7 +202,7 @@ def pages_of_a_forward_begin_at_page_boundaries(_: bool) -> None:
     assert made.rank.digests is not None
     made.rank.digests.seal(locations, [40, 0], [PAGE - 40 + 10, 20], torch.tensor([1, 2]))
     written = {
-        space: [page for page in range(found.sealed.shape[1]) if found.sealed[0, page]]
+        space: [page for page in range(found.sealed.columns) if found.sealed.numbers[0, page]]
         for space, found in made.rank.digests.spaces.items()
     }
     assert written == {"full": [3, 4, 9], "swa": [3, 4, 9], "state": [1, 2]}, written
