@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import NamedTuple, Protocol
 
 import torch
 
@@ -44,11 +44,12 @@ class SpaceBuffers:
         self.multipliers = digest.multipliers(max(words for space in rows for _, words in space), self.device)
 
 
+#: Flat, on the host; and the event after which they are there, None if they are already.
+Found = tuple[digest.Digests, torch.cuda.Event | None]
 #: Of one of the spaces pages by their numbers, which it has.
 Parts = Sequence[tuple[int, Sequence[int]]]
-#: Digests of at least one part, [buffers, pages] of each one after another: flat, on the host; and the event after
-#: which they are there, None if they are already.
-DigestParts = Callable[[Parts], tuple[digest.Digests, torch.cuda.Event | None]]
+#: Digests of at least one part, [buffers, pages] of each one after another.
+DigestParts = Callable[[Parts], Found]
 
 
 class Firsts(NamedTuple):
@@ -80,9 +81,15 @@ Moves = Sequence[tuple[Table, Firsts | Sequence[int], Table, Firsts | Sequence[i
 Seal = Callable[[Moves, Places], None]
 #: Numbers, and which columns to read.
 Reads = Sequence[tuple[Table, Sequence[int]]]
-#: Of each [rows, read columns], one after another: flat, on the host; and the event after which they are there, None
-#: if they are already.
-Read = Callable[[Reads], tuple[digest.Digests, torch.cuda.Event | None]]
+
+
+class Reader(Protocol):
+    """Reads numbers of a device."""
+
+    def columns(self, reads: Reads) -> Found:
+        """Of each table [rows, read columns], one after another."""
+
+    def tokens(self, listed: Sequence[Firsts]) -> Found: ...
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -118,9 +125,17 @@ def _pages(tokens: Firsts | Sequence[int], table: Table, page_tokens: int) -> tu
     return firsts // page_tokens, (firsts >= 0) & (firsts < table.columns * page_tokens)
 
 
-def read_torch(reads: Reads) -> digest.Digests:
-    found = [table.numbers[:, torch.tensor(columns, dtype=torch.int64)].reshape(-1) for table, columns in reads]
-    return torch.cat([torch.empty(0, dtype=torch.int64), *found]).numpy().view("uint64")
+class ReaderTorch:
+    def columns(self, reads: Reads) -> Found:
+        return _joined([table.numbers[:, torch.tensor(columns, dtype=torch.int64)] for table, columns in reads])
+
+    def tokens(self, listed: Sequence[Firsts]) -> Found:
+        return _joined([tokens[torch.tensor(at, dtype=torch.int64)] for tokens, at in listed])
+
+
+def _joined(found: Sequence[torch.Tensor]) -> Found:
+    flat = [torch.empty(0, dtype=torch.int64), *[each.reshape(-1) for each in found]]
+    return torch.cat(flat).numpy().view("uint64"), None
 
 
 def check_numbers(numbers: torch.Tensor, device: torch.device | None = None) -> None:

@@ -65,7 +65,7 @@ class Rows:
     def put(self, numbers, *kept):
         """Where kernels find these numbers; they and `kept` stay as long as what is launched until `begun` needs."""
         if self._own is None and self._gpu:
-            self.stream = torch.cuda.current_stream(self._device)
+            self.stream = torch.cuda.current_stream(self._device.index)
         self._slots.rotate(-1)
         slot = self._slots[-1]
         if slot.there is not None and not slot.there.query():

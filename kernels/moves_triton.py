@@ -72,7 +72,7 @@ def _told(tokens, table):
 
 
 class ReaderTriton:
-    """`buffers.read_torch`, in one launch on `stream` (None: the current one), into pinned host memory."""
+    """`buffers.ReaderTorch`, in one launch on `stream` (None: the current one), into pinned host memory."""
 
     def __init__(self, device, stream=None):
         self._device = device
@@ -81,8 +81,7 @@ class ReaderTriton:
         self._begin((0, 1, 0, 0, 0, ~0, 0, 0, 0, ~0), 1)  # compiles: a row of no page
         self._rows.begun()
 
-    def __call__(self, reads):
-        """The numbers, and the event after which they are there, None if they are already."""
+    def columns(self, reads):
         memory, place = self._memory.take(sum(table.rows * len(columns) for table, columns in reads))
         rows, most = list[int](), 0
         for table, columns in reads:
@@ -92,7 +91,19 @@ class ReaderTriton:
                 rows += (*begin, ~column, *end, ~at)
             place += 8 * table.rows * size
             most = max(most, table.rows)
-        self._begin(rows, most, memory, *[table.numbers for table, _ in reads])
+        self._begin(rows, most, memory, reads)
+        return memory, self._rows.begun()
+
+    def tokens(self, listed):
+        memory, place = self._memory.take(sum(len(at) for _, at in listed))
+        rows = list[int]()
+        for tokens, at in listed:
+            check_numbers(tokens, self._device)
+            address = tokens.data_ptr()
+            for one in at:
+                rows += (1, 1, address + 8 * one, 0, 1, ~0, place, 0, 1, ~0)
+                place += 8
+        self._begin(rows, 1, memory, listed)
         return memory, self._rows.begun()
 
     def _begin(self, numbers, most, *kept):

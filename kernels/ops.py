@@ -150,7 +150,7 @@ def seal(spaces: buffers.SpaceBuffers) -> buffers.Seal:
     return lambda moves, places: buffers.seal_torch(spaces, moves, places)
 
 
-def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buffers.Read:
+def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buffers.Reader:
     """What reads numbers of `device`: on a GPU on `stream`, None for the current one. Compiles there. Not to be called
     by two threads at once.
 
@@ -160,7 +160,7 @@ def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buf
         from dsv4ctl.kernels.moves_triton import ReaderTriton
 
         return ReaderTriton(device, stream)
-    return lambda reads: (buffers.read_torch(reads), None)
+    return buffers.ReaderTorch()
 
 
 def load_pages(

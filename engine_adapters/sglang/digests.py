@@ -113,7 +113,7 @@ class PageDigests:
         self._backups: list[Pages] = []  #: whose digests are not noted yet
         self._digest_parts = ops.digest_parts(self._buffers, self._beside)
         self._seal = ops.seal(self._buffers)
-        self._read = ops.reader(self._device, self._beside)
+        self._reader = ops.reader(self._device, self._beside)
         self._compile()
 
     def _compile(self) -> None:
@@ -135,7 +135,8 @@ class PageDigests:
 
         [buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it.
         """
-        values, there = self._read([(space.sealed, pages.get(name, ())) for name, space in self.spaces.items()])
+        columns = [(space.sealed, pages.get(name, ())) for name, space in self.spaces.items()]
+        values, there = self._reader.columns(columns)
         return Fetched(values, there, ())
 
     def seal(

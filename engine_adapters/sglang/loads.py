@@ -19,7 +19,7 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
-from dsv4ctl.kernels.buffers import Firsts, Read, Table
+from dsv4ctl.kernels.buffers import Firsts, Reader
 from dsv4ctl.kernels.digest import Digests
 
 
@@ -41,12 +41,12 @@ class Check(Protocol):
 class Pages:
     """The pages of one copy, by space: those on the device, and those on the host.
 
-    `sides`: token indices that begin with a page, device and host, of each space. `read` starts to read what lies on
-    the device, without stopping the stream that computes it.
+    `sides`: token indices that begin with a page, device and host, of each space. What lies on the device begins to
+    be read by `reader`, without stopping the stream that computes it.
     """
 
     def __init__(
-        self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int], read: Read
+        self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int], reader: Reader
     ) -> None:
         self._page_tokens = page_tokens
         #: First tokens of the pages, device and host, by space: what lies on the host by its values.
@@ -58,7 +58,7 @@ class Pages:
         self._event: Event | None = None
         afar = [side for both in self.firsts.values() for side in both if isinstance(side, Firsts)]
         if afar:
-            self._fetched, self._event = read([(Table(side.tokens), side.at) for side in afar])
+            self._fetched, self._event = reader.tokens(afar)
 
     def ready(self) -> bool:
         return self._event is None or self._event.query()
@@ -79,7 +79,7 @@ class Pages:
 
 
 def _firsts(tokens: torch.Tensor, page_tokens: int) -> Firsts | list[int]:
-    if tokens.device.type == "cpu":
+    if tokens.is_cpu:
         return list(tokens[::page_tokens].tolist())
     return Firsts(tokens.to(torch.int64), range(0, len(tokens), page_tokens))
 

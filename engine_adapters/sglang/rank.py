@@ -98,7 +98,7 @@ class Rank:
         self.pools = Pools(scheduler.token_to_kv_pool_allocator.get_kvcache())
         self.gate = self._make_gate()
         self.copies = Copies(self.gate)
-        self.read = ops.reader(self.pools.device)  #: on the stream of the caller
+        self.reader = ops.reader(self.pools.device)  #: on the stream of the caller
         self.integrity = load_policy("integrity", launch.integrity)()
         self.digests = self._make_digests()
         self._loops: dict[str, LoopStatus] = {}

@@ -76,7 +76,7 @@ def test_a_kernel_is_compiled_once_for_each_device_and_launched_by_its_handle(mo
 
 def test_without_a_stream_of_its_own_a_launch_is_on_the_current_one(monkeypatch: pytest.MonkeyPatch) -> None:
     streams = iter(["first", "second"])
-    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: next(streams))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda index: next(streams))
     here, there = Rows(CPU), Rows(CPU, mock.sentinel.own)
     here._gpu = there._gpu = True
     for current in ("first", "second"):
@@ -139,7 +139,7 @@ class Event:
     def record(self, stream: Device) -> None:
         assert stream is self.device
         self.late, stream.begun = self.late + stream.begun, []
-        self.kept = [weakref.ref(one) for one in self.slot.kept if isinstance(one, np.ndarray | torch.Tensor)]
+        self.kept = [weakref.ref(one) for one in _memory_of(self.slot.kept)]
 
     def query(self) -> bool:
         return not self.late
@@ -149,6 +149,16 @@ class Event:
         assert all(one() is not None for one in self.kept)  # wanted or not
         while self.late:
             self.late.pop(0)()
+
+
+def _memory_of(kept: Any) -> Iterator[Any]:
+    if isinstance(kept, np.ndarray | torch.Tensor):
+        yield kept
+    elif isinstance(kept, Table):
+        yield kept.numbers
+    elif isinstance(kept, tuple | list):
+        for one in kept:
+            yield from _memory_of(one)
 
 
 def four_pages() -> SpaceBuffers:
@@ -179,16 +189,24 @@ def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monke
 
 
 @pytest.mark.parametrize("pages", [1, 25, 26])
-def test_what_is_read_stays_until_it_was(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    read = ReaderTriton(CPU)
-    device = Device(read._rows, monkeypatch)
-    found = [read([(Table(torch.arange(at, at + 4)), [at % 4] * pages)]) for at in range(2 * len(device.slots))]
+@pytest.mark.parametrize("named", ["columns", "tokens"])
+def test_what_is_read_stays_until_it_was(pages: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = ReaderTriton(CPU)
+    device = Device(reader._rows, monkeypatch)
+
+    def read(at: int) -> Any:
+        numbers, chosen = torch.arange(at, at + 4), [at % 4] * pages
+        if named == "tokens":
+            return reader.tokens([Firsts(numbers, chosen)])
+        return reader.columns([(Table(numbers), chosen)])
+
+    found = [read(at) for at in range(2 * len(device.slots))]
     assert device.waited == [slot.there for slot in device.slots]
     for slot in device.slots:
         slot.there.synchronize()
     assert [one.tolist() for one, _ in found] == [[at + at % 4] * pages for at in range(len(found))]
-    for _ in range(2 * len(device.slots)):
-        read([(Table(torch.arange(4)), [1] * pages)])
+    for at in range(2 * len(device.slots)):
+        read(at)  # nobody keeps it
 
 
 @pytest.mark.parametrize("pages", [1, 14, 30])

@@ -118,16 +118,31 @@ def test_any_columns_are_read(data: st.DataObject) -> None:
 
     reads: Reads = [drawn() for _ in range(data.draw(st.integers(0, 3)))]
     expected = [int(row[column]) for table, columns in reads for row in table.numbers for column in columns]
-    for read in (ReaderTriton(CPU), ops.reader(CPU)):
-        values, there = read(reads)
+    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+        values, there = reader.columns(reads)
         assert values.view(np.int64).tolist() == expected
         assert there is None
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_any_tokens_are_read(data: st.DataObject) -> None:
+    def drawn() -> Firsts:
+        size, step = data.draw(st.integers(1, 40)), data.draw(st.integers(1, 9))
+        return Firsts(torch.randint(0, 2**62, (size + 1,))[1:], range(0, size, step))
+
+    listed = [drawn() for _ in range(data.draw(st.integers(0, 4)))]
+    expected = [int(tokens[one]) for tokens, at in listed for one in at]
+    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+        values, there = reader.tokens(listed)
+        assert values.tolist() == expected
+        assert there is None
+
+
 def test_what_was_read_stays_when_more_is_read() -> None:
-    for read in (ReaderTriton(CPU), ops.reader(CPU)):
+    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
         numbers = Table(torch.arange(40))
-        found = [read([(numbers, [column])])[0] for column in range(40)]
+        found = [reader.columns([(numbers, [column])])[0] for column in range(40)]
         assert [one.tolist() for one in found] == [[column] for column in range(40)]
 
 

@@ -13,7 +13,6 @@ def start_writing(stock: Any, controller: Any) -> Any:
     here = rank.here()
     if here is None or not controller.write_queue:
         return stock(controller)
-    here.copies.settle()
     copies = [copy_of(here, LoadKind.BACKUP, operation) for operation in controller.write_queue]
     if here.digests is not None:
         here.digests.backed_up([copy.pages for copy in copies])

@@ -35,7 +35,7 @@ def indices_of(operation: Any) -> Mapping[str, tuple[torch.Tensor, torch.Tensor]
 
 def copy_of(here: rank.Rank, kind: LoadKind, operation: Any) -> Copy:
     tokens = {"full": here.pools.page_tokens, "swa": here.pools.window_page_tokens}
-    return Copy(kind, Pages(indices_of(operation), tokens, here.read), operation=operation)
+    return Copy(kind, Pages(indices_of(operation), tokens, here.reader), operation=operation)
 
 
 def stream_of(controller: Any, kind: LoadKind) -> Any:
