@@ -59,37 +59,41 @@ class Firsts(NamedTuple):
     at: Sequence[int]
 
 
+#: The first tokens of pages: where they lie, or what they are.
+Tokens = Firsts | Sequence[int]
+
+
 class Table:
     """Numbers int64 [rows, columns] whose memory stays; of a row it is contiguous. One dimension is one row."""
 
     def __init__(self, numbers: torch.Tensor) -> None:
         self.numbers = numbers if numbers.dim() == 2 else numbers.view(1, -1)
         check_numbers(self.numbers)
+        self.device = numbers.device
         self.address = numbers.data_ptr()
         self.rows, self.columns = self.numbers.shape
         self.row_bytes = 8 * self.numbers.stride(0)
 
 
-#: Of one of the spaces pages by their first tokens; tokens of a page; and where each digest has its place: [buffers,
-#: pool pages].
-Places = Sequence[tuple[int, Firsts, int, Table]]
-#: Digests [buffers, pages] to take from, and tokens that begin their pages; the same of where they go; tokens of a
-#: page. Tokens lie on the device of the digests, or are told by their values.
-Moves = Sequence[tuple[Table, Firsts | Sequence[int], Table, Firsts | Sequence[int], int]]
+#: Of one of the spaces pages; tokens of a page; and where each digest has its place: [buffers, pool pages].
+Places = Sequence[tuple[int, Tokens, int, Table]]
+#: Digests [buffers, pages] to take from, and the pages; the same of where they go; tokens of a page.
+Moves = Sequence[tuple[Table, Tokens, Table, Tokens, int]]
 #: Takes digests of some pages over to others (two to one place: either), then puts digests of pages where they have
-#: their place: a column of each table a page. A page without one is left out.
+#: their place: a column of each table a page. What is no page is left out.
 Seal = Callable[[Moves, Places], None]
-#: Numbers, and which columns to read.
-Reads = Sequence[tuple[Table, Sequence[int]]]
+#: Digests [buffers, pages], some of the pages, and tokens of a page.
+Reads = Sequence[tuple[Table, Tokens, int]]
 
 
 class Reader(Protocol):
     """Reads numbers of a device."""
 
-    def columns(self, reads: Reads) -> Found:
-        """Of each table [rows, read columns], one after another."""
+    def pages(self, reads: Reads) -> Found:
+        """Digests: of each table [buffers, pages] of these, one after another. Undefined of what is no page."""
 
-    def tokens(self, listed: Sequence[Firsts]) -> Found: ...
+    def tokens(self, listed: Sequence[Firsts]) -> Found:
+        """The tokens themselves."""
 
 
 def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
@@ -115,10 +119,10 @@ def seal_torch(spaces: SpaceBuffers, moves: Moves, places: Places) -> None:
         out.numbers[:, pages[known]] = _digest_space_torch(spaces, space, pages[known])
 
 
-def _pages(tokens: Firsts | Sequence[int], table: Table, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
+def _pages(tokens: Tokens, table: Table, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:
     """Page numbers, and which of them are pages of the table."""
     if isinstance(tokens, Firsts):
-        check_numbers(tokens.tokens, table.numbers.device)
+        check_numbers(tokens.tokens, table.device)
         firsts = tokens.tokens[torch.tensor(tokens.at, dtype=torch.int64)]
     else:
         firsts = torch.tensor(tokens, dtype=torch.int64)
@@ -126,8 +130,8 @@ def _pages(tokens: Firsts | Sequence[int], table: Table, page_tokens: int) -> tu
 
 
 class ReaderTorch:
-    def columns(self, reads: Reads) -> Found:
-        return _joined([table.numbers[:, torch.tensor(columns, dtype=torch.int64)] for table, columns in reads])
+    def pages(self, reads: Reads) -> Found:
+        return _joined([table.numbers[:, _pages(tokens, table, size)[0]] for table, tokens, size in reads])
 
     def tokens(self, listed: Sequence[Firsts]) -> Found:
         return _joined([tokens[torch.tensor(at, dtype=torch.int64)] for tokens, at in listed])

@@ -7,10 +7,9 @@ import torch
 import triton
 import triton.language as tl
 
-from dsv4ctl.kernels.buffers import check_numbers
 from dsv4ctl.kernels.digest_triton import digest_of
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
-from dsv4ctl.kernels.moves_triton import move, rows_of
+from dsv4ctl.kernels.moves_triton import move, rows_of, token_of, told
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 _AT_ONCE = 16  # pages of a list that one row names
@@ -80,8 +79,8 @@ class PartsTriton:
             _digest_lists(grid, of.device, self._rows.stream, of.table, of.multipliers, rows)
 
 
-# A page a row: first buffer of its space, how many it has, where its first token lies (int64), tokens of a page, what
-# its number must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
+# A page a row: first buffer of its space, how many it has, what is `told` of the page, tokens of a page, what its number
+# must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
 _TOKEN = 7
 TOKEN = tl.constexpr(_TOKEN)
 
@@ -90,7 +89,7 @@ TOKEN = tl.constexpr(_TOKEN)
 def _digest_tokens_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
     row, buffer = rows_ptr + tl.program_id(0) * TOKEN, tl.program_id(1)
     if buffer < tl.load(row + 1):
-        token = tl.load(tl.load(row + 2).to(tl.pointer_type(tl.int64)))
+        token = token_of(tl.load(row + 2))
         page = token // tl.load(row + 3)
         if (token >= 0) & (page < tl.load(row + 4)):
             place = tl.load(row + 5) + buffer * tl.load(row + 6) + page * 8
@@ -125,12 +124,11 @@ class SealTriton:
 
     def _rows_of(self, places):
         rows = list[int]()
-        for space, (tokens, firsts), page_tokens, out in places:
-            check_numbers(tokens, self._spaces.device)
-            buffers, where = (self._spaces.firsts[space], self._spaces.counts[space]), tokens.data_ptr()
+        for space, tokens, page_tokens, out in places:
+            buffers = self._spaces.firsts[space], self._spaces.counts[space]
             place = page_tokens, out.columns, out.address, out.row_bytes
-            for at in firsts:
-                rows += (*buffers, where + 8 * at, *place)
+            for page in told(tokens, out.device):
+                rows += (*buffers, page, *place)
         return rows
 
     def _begin(self, rows, number):

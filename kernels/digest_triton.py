@@ -10,7 +10,6 @@ import triton
 import triton.language as tl
 
 from dsv4ctl.kernels import digest
-from dsv4ctl.kernels.buffers import PageBuffers
 from dsv4ctl.kernels.device import multiprocessors, on_gpu
 from dsv4ctl.kernels.tickets import Tickets
 from dsv4ctl.kernels.tickets_triton import acquire_pages, ticket_arguments
@@ -128,28 +127,4 @@ def digest_pages_triton(
         groups, flat.stride(1), count, items, words=words, block=shape.block, ahead=shape.ahead,
         tickets=tickets is not None, gpu=on_gpu(source), num_warps=shape.warps,
     )  # fmt: skip
-    return out
-
-
-# Every number of pages, and any part of a page list, by one compiled kernel.
-@triton.jit(do_not_specialize=["count", "items"], do_not_specialize_on_alignment=["pages_ptr"])
-def _digest_buffers(
-    pointers_ptr, odd_ptr, pages_ptr, out_ptr, count, items, words: tl.constexpr, block: tl.constexpr,
-):  # fmt: skip
-    for item in range(tl.program_id(0), items, tl.num_programs(0)):
-        page = tl.load(pages_ptr + item % count).to(tl.int64)
-        address = tl.load(pointers_ptr + item // count) + page * (words * 8)
-        tl.store(out_ptr + item, digest_of(address, words, odd_ptr, block))
-
-
-def digest_buffers_triton(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
-    """`buffers.digest_buffers_torch`, in one launch that no host waits for."""
-    words, count = buffers.page_bytes // 8, pages.shape[0]
-    items = len(buffers.layers) * count
-    out = torch.empty(len(buffers.layers), count, dtype=torch.int64, device=buffers.device)
-    if items:
-        block = min(1024, triton.next_power_of_2(words))
-        grid = (min(items, multiprocessors(buffers.device) * 8),)
-        odd = digest.multipliers(words, buffers.device)
-        _digest_buffers[grid](buffers.pointers, odd, pages, out, count, items, words=words, block=block, num_warps=4)
     return out

@@ -12,25 +12,25 @@ from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
 _NO_TOKEN = 1 << 62  # of no page
 
 # A page a row: how many buffers its space has, tokens of a page, and of both sides where the number of page 0 would be,
-# bytes from there to that of the next buffer, how many pages there are, and where the page's first token lies, or the
-# complement of that token. Of 16 B times n, so that rows of another kind may follow.
+# bytes from there to that of the next buffer, how many pages there are, and what is `told` of the page. Of 16 B times n,
+# so that rows of another kind may follow.
 _MOVE = 10
 MOVE = tl.constexpr(_MOVE)
 _BLOCK = 32
 
 
 @triton.jit
-def _token_at(where):
-    token = ~where
-    if where >= 0:
-        token = tl.load(where.to(tl.pointer_type(tl.int64)))
+def token_of(told):
+    token = ~told
+    if told >= 0:
+        token = tl.load(told.to(tl.pointer_type(tl.int64)))
     return token
 
 
 @triton.jit
 def _move_kernel(rows_ptr, block: tl.constexpr):
     row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.program_id(1) * block + tl.arange(0, block)
-    source_token, target_token = _token_at(tl.load(row + 5)), _token_at(tl.load(row + 9))
+    source_token, target_token = token_of(tl.load(row + 5)), token_of(tl.load(row + 9))
     source_page, target_page = source_token // tl.load(row + 1), target_token // tl.load(row + 1)
     from_page = (source_token >= 0) & (source_page < tl.load(row + 4))
     to_page = (target_token >= 0) & (target_page < tl.load(row + 8))
@@ -57,15 +57,16 @@ def rows_of(moves):
     for source, source_tokens, target, target_tokens, page_tokens in moves:
         begin = source.rows, page_tokens, source.address, source.row_bytes, source.columns
         end = target.address, target.row_bytes, target.columns
-        for token, target_token in zip(_told(source_tokens, source), _told(target_tokens, target), strict=True):
-            rows += (*begin, token, *end, target_token)
+        froms, tos = told(source_tokens, source.device), told(target_tokens, target.device)
+        for one, other in zip(froms, tos, strict=True):
+            rows += (*begin, one, *end, other)
     return rows, len(rows) // _MOVE
 
 
-def _told(tokens, table):
-    """As rows have them."""
+def told(tokens, device):
+    """Of each page where its first token lies, or the complement of that token."""
     if isinstance(tokens, Firsts):
-        check_numbers(tokens.tokens, table.numbers.device)
+        check_numbers(tokens.tokens, device)
         address = tokens.tokens.data_ptr()
         return [address + 8 * at for at in tokens.at]
     return [~token if token >= 0 else ~_NO_TOKEN for token in tokens]
@@ -81,15 +82,19 @@ class ReaderTriton:
         self._begin((0, 1, 0, 0, 0, ~0, 0, 0, 0, ~0), 1)  # compiles: a row of no page
         self._rows.begun()
 
-    def columns(self, reads):
-        memory, place = self._memory.take(sum(table.rows * len(columns) for table, columns in reads))
+    def pages(self, reads):
+        listed = [told(tokens, table.device) for table, tokens, _ in reads]
+        memory, place = self._memory.take(
+            sum(table.rows * len(pages) for (table, *_), pages in zip(reads, listed, strict=True))
+        )
         rows, most = list[int](), 0
-        for table, columns in reads:
-            size = len(columns)
-            begin, end = (table.rows, 1, table.address, table.row_bytes, table.columns), (place, 8 * size, size)
-            for at, column in enumerate(columns):
-                rows += (*begin, ~column, *end, ~at)
-            place += 8 * table.rows * size
+        for (table, _, page_tokens), pages in zip(reads, listed, strict=True):
+            size = len(pages)
+            begin = table.rows, page_tokens, table.address, table.row_bytes, table.columns
+            for page in pages:
+                rows += (*begin, page, place, 8 * size, 1, ~0)
+                place += 8
+            place += 8 * (table.rows - 1) * size
             most = max(most, table.rows)
         self._begin(rows, most, memory, reads)
         return memory, self._rows.begun()

@@ -117,15 +117,6 @@ def digest_pages(pages: torch.Tensor) -> digest.Digests:
     return digest.digest_numpy(pages.numpy())
 
 
-def digest_buffers(page_buffers: buffers.PageBuffers, pages: torch.Tensor) -> torch.Tensor:
-    """Digests of `pages` int [n] in every buffer: int64 [buffers, n] on their device, in stream order."""
-    if page_buffers.device.type == "cuda":
-        from dsv4ctl.kernels.digest_triton import digest_buffers_triton
-
-        return digest_buffers_triton(page_buffers, pages)
-    return buffers.digest_buffers_torch(page_buffers, pages)
-
-
 def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
     """What digests parts: on a GPU on `stream`. Compiles there. Not to be called by two threads at once.
 

@@ -14,85 +14,51 @@ from typing import NamedTuple
 import numpy as np
 import torch
 
+from dsv4ctl.engine_adapters.sglang.fetched import Fetched
 from dsv4ctl.engine_adapters.sglang.geometry import Group, Pools
-from dsv4ctl.engine_adapters.sglang.loads import Event, Pages
+from dsv4ctl.engine_adapters.sglang.loads import Pages
 from dsv4ctl.kernels import ops
-from dsv4ctl.kernels.buffers import Firsts, Moves, PageBuffers, SpaceBuffers, Table
+from dsv4ctl.kernels.buffers import Firsts, Moves, PageBuffers, SpaceBuffers, Table, Tokens
 from dsv4ctl.kernels.digest import Digests
 
 
-@dataclass(eq=False)
-class Fetched:
-    """Values on their way to the host."""
+class Noted(NamedTuple):
+    """Loads that are about to begin: their pages on the device, and what these will have to be then."""
 
-    _values: Digests
-    _event: Event | None
-    #: What the device still reads until then. The allocator gives memory back to the stream that it came from, and
-    #: knows nothing of another stream that has not read it yet.
-    _read: tuple[torch.Tensor, ...]
+    pages: Sequence[tuple[_Space, Tokens]]
+    expected: Fetched
+
+
+@dataclass(eq=False)
+class Check:
+    """What the pages of loads are once those are in place."""
+
+    noted: Noted
+    found: Fetched
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self.noted.expected.ready() and self.found.ready()
 
-    def get(self) -> Digests:
-        if self._event is not None:
-            self._event.synchronize()
-        return self._values
-
-    def split(self, sizes: Sequence[int]) -> list[Fetched]:
-        if len(sizes) == 1:
-            return [self]
-        ends = np.cumsum(sizes)[:-1]
-        return [Fetched(values, self._event, self._read) for values in np.split(self._values, ends)]
-
-
-def fetch(values: torch.Tensor, *read: torch.Tensor) -> Fetched:
-    """Starts the copy on the current stream. `read` are tensors of other streams that the values come from."""
-    if values.device.type != "cuda":
-        return Fetched(values.numpy().view(np.uint64), None, read)
-    host = torch.empty(values.shape, dtype=values.dtype, pin_memory=True)
-    host.copy_(values, non_blocking=True)
-    return Fetched(host.numpy().view(np.uint64), _recorded(), read)
-
-
-def _recorded() -> Event:
-    """The current stream's way so far."""
-    event = torch.cuda.Event()
-    event.record()
-    return event
-
-
-class Expected(NamedTuple):
-    """What pages of one space have to be once a load is in place: int64 [n], int64 [buffers, n]."""
-
-    space: str
-    pages: torch.Tensor
-    values: torch.Tensor
+    def differences(self) -> int:
+        """How many buffers of pages are not what they have to be."""
+        return int((self.noted.expected.get() != self.found.get()).sum())
 
 
 class _Space:
     """The buffers of one space. In `sealed` row b, column p is what buffer b of page p has to be; `on_host`: the same
-    on the host.
+    on the host; `loaded`: what it was behind its last load.
     """
 
-    def __init__(self, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
+    def __init__(self, number: int, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
+        self.number = number  #: among the spaces that have buffers
         self.names = [(pool, layer) for pool, (layers, _) in group.items() for layer in layers]
         self.pools = [PageBuffers(buffers) for _, buffers in group.values()]
         self.device = self.pools[0].device
         self.page_tokens = page_tokens
-        self.sealed, self.on_host = (
+        self.sealed, self.on_host, self.loaded = (
             Table(torch.zeros((len(self.names), number), dtype=torch.int64, device=self.device))
-            for number in (pages, host_pages)
+            for number in (pages, host_pages, pages if host_pages else 0)
         )
-
-    def compute(self, pages: torch.Tensor) -> torch.Tensor:
-        """What the pages are now: int64 [buffers, n]."""
-        return torch.cat([ops.digest_buffers(pool, pages) for pool in self.pools])
-
-    def numbers(self, firsts: Sequence[Firsts | Sequence[int]]) -> torch.Tensor:
-        """Page numbers, on the device, of the first tokens of pages, wherever those are. Read by the current stream."""
-        tokens = torch.cat([_read_here(each, self.page_tokens) for each in firsts])
-        return (tokens // self.page_tokens).to(self.device, non_blocking=True)
 
 
 class PageDigests:
@@ -101,43 +67,34 @@ class PageDigests:
     def __init__(self, pools: Pools, host_pages: Mapping[str, int]) -> None:
         self._page_tokens = {"full": pools.page_tokens, "swa": pools.window_page_tokens, "state": 1}
         self._to_window = pools.to_window
+        groups = {space: group for space, group in pools.groups.items() if group}
         self.spaces = {
-            space: _Space(group, pools.pages(space), host_pages.get(space, 0), self._page_tokens[space])
-            for space, group in pools.groups.items()
-            if group
+            space: _Space(number, group, pools.pages(space), host_pages.get(space, 0), self._page_tokens[space])
+            for number, (space, group) in enumerate(groups.items())
         }
         self._buffers = SpaceBuffers([space.pools for space in self.spaces.values()])
-        self._numbers = {space: number for number, space in enumerate(self.spaces)}  #: in `_buffers`
         self._device = self._buffers.device
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._backups: list[Pages] = []  #: whose digests are not noted yet
         self._digest_parts = ops.digest_parts(self._buffers, self._beside)
         self._seal = ops.seal(self._buffers)
         self._reader = ops.reader(self._device, self._beside)
-        self._compile()
-
-    def _compile(self) -> None:
-        """Now, not under a request."""
-        page = torch.zeros(1, dtype=torch.int64, device=self._device)
-        for space in self.spaces.values():
-            if space.on_host.columns:  # only a load is compared with what it has to be
-                space.compute(page)
+        self._reader_here = ops.reader(self._device)
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
-        parts = [[(number, pages.get(name, ())) for name, number in self._numbers.items()] for pages in rooms]
+        parts = [[(space.number, pages.get(name, ())) for name, space in self.spaces.items()] for pages in rooms]
         sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
         values, there = self._digest_parts([part for room in parts for part in room])
-        return Fetched(values, there, ()).split(sizes)
+        return Fetched(values, there).split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
         """Starts to read what these pages were when they were sealed: the forward that wrote them has ended.
 
         [buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it.
         """
-        columns = [(space.sealed, pages.get(name, ())) for name, space in self.spaces.items()]
-        values, there = self._reader.columns(columns)
-        return Fetched(values, there, ())
+        reads = [(space.sealed, pages.get(name, ()), 1) for name, space in self.spaces.items()]
+        return Fetched(*self._reader.pages(reads))
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None
@@ -155,7 +112,7 @@ class PageDigests:
         if slots is not None:
             written.append(("state", slots, range(len(slots))))
         places = [
-            (self._numbers[name], Firsts(tokens.to(torch.int64), at), space.page_tokens, space.sealed)
+            (space.number, Firsts(tokens.to(torch.int64), at), space.page_tokens, space.sealed)
             for name, tokens, at in written
             if (space := self.spaces.get(name)) is not None
         ]
@@ -182,29 +139,28 @@ class PageDigests:
             if (space := self.spaces.get(name)) is not None
         ]
 
-    def loaded(self, copies: Sequence[Pages]) -> list[Expected]:
+    def loaded(self, copies: Sequence[Pages]) -> Noted | None:
         """What the pages will have to be once these loads are in place, copies. On the stream of the forwards."""
         self._seal(self._note_backups(), ())
-        expected = []
-        for name, (device, host) in self._joined(copies).items():
-            space = self.spaces[name]
-            values = space.on_host.numbers[:, host]
-            space.sealed.numbers[:, device] = values
-            expected.append(Expected(name, device, values))
-        return expected
-
-    def _joined(self, copies: Sequence[Pages]) -> dict[str, tuple[torch.Tensor, torch.Tensor]]:
-        """Page numbers of all of them on the device, (device, host) by space."""
-        return {
-            name: (space.numbers([device for device, _ in found]), space.numbers([host for _, host in found]))
+        loads = [
+            (space, *sides)
             for name, space in self.spaces.items()
-            if (found := [copy.firsts[name] for copy in copies if name in copy.firsts])
-        }
+            for copy in copies
+            if (sides := copy.firsts.get(name)) is not None
+        ]
+        if not loads:
+            return None
+        moves = [(space.on_host, host, space.sealed, device, space.page_tokens) for space, device, host in loads]
+        self._seal(moves, ())
+        expected = self._reader_here.pages([(space.on_host, host, space.page_tokens) for space, _, host in loads])
+        return Noted([(space, device) for space, device, _ in loads], Fetched(*expected))
 
-    def differences(self, expected: Sequence[Expected]) -> torch.Tensor:
-        """How many of the pages' buffers are not as expected: int64 [1]."""
-        counts = [(self.spaces[space].compute(pages) != values).sum() for space, pages, values in expected]
-        return torch.stack(counts).sum().reshape(1)
+    def compare(self, noted: Noted) -> Check:
+        """Starts to compute what the pages are now. On the stream of the load."""
+        places = [(space.number, device, space.page_tokens, space.loaded) for space, device in noted.pages]
+        self._seal((), places)
+        found = self._reader_here.pages([(space.loaded, device, space.page_tokens) for space, device in noted.pages])
+        return Check(noted, Fetched(*found))
 
     def mismatches(self, found: Digests, sealed: Digests, pages: Mapping[str, int]) -> list[tuple[str, int, int]]:
         """(pool, layer, logical page) of every difference; `pages`: how many of each space."""
@@ -220,26 +176,11 @@ class PageDigests:
         return [places[at] for at in wrong]
 
 
-def _read_here(firsts: Firsts | Sequence[int], page_tokens: int) -> torch.Tensor:
-    """First tokens of a copy's pages, read by the current stream, which need not be that of the memory."""
-    if not isinstance(firsts, Firsts):
-        return torch.tensor(firsts, dtype=torch.int64)
-    if firsts.tokens.is_cuda:
-        firsts.tokens.record_stream(torch.cuda.current_stream(firsts.tokens.device))
-    return firsts.tokens[::page_tokens]
-
-
 def _fill_apart(backups: Sequence[Pages]) -> bool:
     """Whether no host page is known to be filled twice: of two values for one place, the device keeps either."""
     for space in {name for copy in backups for name in copy.firsts} if len(backups) > 1 else ():
-        firsts = list[int]()
-        for copy in backups:
-            if space in copy.firsts:
-                host = copy.firsts[space][1]
-                if isinstance(host, Firsts):
-                    return False
-                firsts += host
-        if len(set(firsts)) < len(firsts):
+        filled = [first for copy in backups if space in copy.firsts for first in copy.firsts[space][1]]
+        if len(set(filled)) < len(filled):
             return False
     return True
 

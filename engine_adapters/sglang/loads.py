@@ -8,7 +8,7 @@ No call waits for the device, nor for page numbers that are on their way to the 
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 from typing import Any, Protocol
@@ -19,69 +19,50 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
+from dsv4ctl.engine_adapters.sglang.fetched import Event, Fetched
 from dsv4ctl.kernels.buffers import Firsts, Reader
-from dsv4ctl.kernels.digest import Digests
-
-
-class Event(Protocol):
-    """A device event, or what stands for one."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Check(Protocol):
     def ready(self) -> bool: ...
 
-    def get(self) -> Any:
-        """[differences]"""
+    def differences(self) -> int: ...
 
 
 class Pages:
     """The pages of one copy, by space: those on the device, and those on the host.
 
-    `sides`: token indices that begin with a page, device and host, of each space. What lies on the device begins to
-    be read by `reader`, without stopping the stream that computes it.
+    `sides`: of each space token indices that begin with a page, int64 on the device, and on the host. `reader` begins
+    to read those of the device, without stopping the stream that computes them.
     """
 
     def __init__(
         self, sides: Mapping[str, tuple[torch.Tensor, torch.Tensor]], page_tokens: Mapping[str, int], reader: Reader
     ) -> None:
         self._page_tokens = page_tokens
-        #: First tokens of the pages, device and host, by space: what lies on the host by its values.
+        #: Device and host, by space.
         self.firsts = {
-            space: (_firsts(device, page_tokens[space]), _firsts(host, page_tokens[space]))
+            space: (
+                Firsts(device.to(torch.int64), range(0, len(device), page_tokens[space])),
+                list[int](host[:: page_tokens[space]].tolist()),
+            )
             for space, (device, host) in sides.items()
         }
-        self._fetched: Digests | None = None
-        self._event: Event | None = None
-        afar = [side for both in self.firsts.values() for side in both if isinstance(side, Firsts)]
-        if afar:
-            self._fetched, self._event = reader.tokens(afar)
+        self._fetched = Fetched(*reader.tokens([device for device, _ in self.firsts.values()]))
 
     def ready(self) -> bool:
-        return self._event is None or self._event.query()
+        return self._fetched.ready()
 
     def get(self) -> dict[str, tuple[tuple[int, ...], tuple[int, ...]]]:
         """Page numbers (device, host) by space. Waits for them."""
-        if self._event is not None:
-            self._event.synchronize()
-        fetched = iter(() if self._fetched is None else self._fetched.tolist())
+        fetched = iter(self._fetched.get().tolist())
         return {
-            space: (self._numbers(device, space, fetched), self._numbers(host, space, fetched))
+            space: (self._numbers(space, islice(fetched, len(device.at))), self._numbers(space, host))
             for space, (device, host) in self.firsts.items()
         }
 
-    def _numbers(self, firsts: Firsts | list[int], space: str, fetched: Iterator[int]) -> tuple[int, ...]:
-        values = islice(fetched, len(firsts.at)) if isinstance(firsts, Firsts) else firsts
-        return tuple(first // self._page_tokens[space] for first in values)
-
-
-def _firsts(tokens: torch.Tensor, page_tokens: int) -> Firsts | list[int]:
-    if tokens.is_cpu:
-        return list(tokens[::page_tokens].tolist())
-    return Firsts(tokens.to(torch.int64), range(0, len(tokens), page_tokens))
+    def _numbers(self, space: str, firsts: Iterable[int]) -> tuple[int, ...]:
+        return tuple(first // self._page_tokens[space] for first in firsts)
 
 
 @dataclass(eq=False)
@@ -151,7 +132,7 @@ class Copies:
         """Page digests that were found to differ after loads, since the last call."""
         wrong = 0
         while self._checks and self._checks[0].ready():
-            wrong += int(self._checks.pop(0).get()[0])
+            wrong += self._checks.pop(0).differences()
         return wrong
 
     def unleased(self) -> list[Copy]:

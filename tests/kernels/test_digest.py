@@ -12,7 +12,7 @@ from dsv4ctl.kernels import digest_rows_triton, launch_triton, ops
 from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Parts, Places, SpaceBuffers, Table, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
 from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
-from dsv4ctl.kernels.digest_triton import digest_buffers_triton, digest_pages_triton
+from dsv4ctl.kernels.digest_triton import digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
 PAGES = torch.tensor([3, 1, 1], dtype=torch.int32)
@@ -41,16 +41,6 @@ def test_a_page_that_has_not_landed_is_not_digested_and_is_reported() -> None:
     assert np.array_equal(digests[1, 1:], digest_numpy(pages[1, PAGES[1:].long()].numpy()))
     assert digests[1, 0] == 0
     assert failed.tolist() == [1, 0, 0]
-
-
-def test_pages_of_several_buffers_in_one_launch() -> None:
-    layers = [torch.randint(0, 256, (6, 24), dtype=torch.uint8) for _ in range(3)]
-    buffers = PageBuffers([*layers[:2], layers[2].view(torch.int8)])
-    chosen = torch.tensor([5, 0, 3, 3])
-    expected = np.stack([digest_numpy(layer[chosen].numpy()) for layer in layers])
-    assert (digest_buffers_triton(buffers, chosen).numpy().view(np.uint64) == expected).all()
-    assert (ops.digest_buffers(buffers, chosen).numpy().view(np.uint64) == expected).all()
-    assert ops.digest_buffers(buffers, chosen[:0]).shape == (3, 0)
 
 
 def pool(words: int, buffers: int, seed: int) -> PageBuffers:

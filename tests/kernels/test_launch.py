@@ -189,16 +189,16 @@ def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monke
 
 
 @pytest.mark.parametrize("pages", [1, 25, 26])
-@pytest.mark.parametrize("named", ["columns", "tokens"])
-def test_what_is_read_stays_until_it_was(pages: int, named: str, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("what", ["pages", "tokens"])
+def test_what_is_read_stays_until_it_was(pages: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = ReaderTriton(CPU)
     device = Device(reader._rows, monkeypatch)
 
     def read(at: int) -> Any:
         numbers, chosen = torch.arange(at, at + 4), [at % 4] * pages
-        if named == "tokens":
+        if what == "tokens":
             return reader.tokens([Firsts(numbers, chosen)])
-        return reader.columns([(Table(numbers), chosen)])
+        return reader.pages([(Table(numbers), Firsts(torch.tensor(chosen), range(pages)), 1)])
 
     found = [read(at) for at in range(2 * len(device.slots))]
     assert device.waited == [slot.there for slot in device.slots]

@@ -10,10 +10,10 @@ from dsv4ctl.kernels import ops
 from dsv4ctl.kernels.buffers import (
     Firsts,
     PageBuffers,
-    Reads,
     Seal,
     SpaceBuffers,
     Table,
+    Tokens,
     check_numbers,
     seal_torch,
 )
@@ -108,18 +108,21 @@ def test_numbers_of_other_kinds_are_refused(numbers: torch.Tensor) -> None:
 
 @settings(max_examples=20, deadline=None, derandomize=True)
 @given(st.data())
-def test_any_columns_are_read(data: st.DataObject) -> None:
-    def drawn() -> tuple[Table, list[int]]:
-        count, size = data.draw(st.sampled_from([1, 2, 32, 33])), data.draw(st.integers(1, 9))
+def test_digests_of_any_pages_are_read(data: st.DataObject) -> None:
+    def drawn() -> tuple[tuple[Table, Tokens, int], list[int]]:
+        count, size, page_tokens = data.draw(st.sampled_from([1, 2, 32, 33])), data.draw(st.integers(1, 9)), 3
         around = torch.randint(-(2**62), 2**62, (count, size + 2))
-        flat = count == 1 and data.draw(st.booleans())
-        columns = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
-        return Table(around[0, 1:-1] if flat else around[:, 1:-1]), columns
+        pages = data.draw(st.lists(st.integers(0, size - 1), max_size=30))
+        first = [page * page_tokens + data.draw(st.integers(0, 2)) for page in pages]
+        if data.draw(st.booleans()):
+            return (Table(around[:, 1:-1]), first, page_tokens), pages
+        every = torch.tensor([token for one in first for token in (one, -1)], dtype=torch.int64)
+        return (Table(around[:, 1:-1]), Firsts(every, range(0, len(every), 2)), page_tokens), pages
 
-    reads: Reads = [drawn() for _ in range(data.draw(st.integers(0, 3)))]
-    expected = [int(row[column]) for table, columns in reads for row in table.numbers for column in columns]
+    made = [drawn() for _ in range(data.draw(st.integers(0, 3)))]
+    expected = [int(row[page]) for (table, *_), pages in made for row in table.numbers for page in pages]
     for reader in (ReaderTriton(CPU), ops.reader(CPU)):
-        values, there = reader.columns(reads)
+        values, there = reader.pages([read for read, _ in made])
         assert values.view(np.int64).tolist() == expected
         assert there is None
 
@@ -142,7 +145,7 @@ def test_any_tokens_are_read(data: st.DataObject) -> None:
 def test_what_was_read_stays_when_more_is_read() -> None:
     for reader in (ReaderTriton(CPU), ops.reader(CPU)):
         numbers = Table(torch.arange(40))
-        found = [reader.columns([(numbers, [column])])[0] for column in range(40)]
+        found = [reader.pages([(numbers, [column], 1)])[0] for column in range(40)]
         assert [one.tolist() for one in found] == [[column] for column in range(40)]
 
 

@@ -11,7 +11,6 @@ from sglang.srt.managers import cache_controller
 
 from dsv4ctl.controlplane.tickets.types import Guard, LoadKind
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import fetch
 from dsv4ctl.engine_adapters.sglang.loads import Copy, Pages
 
 
@@ -80,7 +79,7 @@ def start_loading(stock: Any, controller: Any) -> Any:
         promised = [copy_of(here, LoadKind.HICACHE, op) for op in others]
         here.copies.promised(promised)
         copies += promised
-    noted = []
+    noted = None
     queued = {id(op) for op in controller.load_queue}
     if here.digests is not None:
         with behind_forward(here):
@@ -93,10 +92,9 @@ def start_loading(stock: Any, controller: Any) -> Any:
             stream.wait_event(event)
     producer = stock(controller)
     check = None
-    if here.digests is not None and noted:
-        read = [tensor for _, pages, values in noted for tensor in (pages, values)]
+    if here.digests is not None and noted is not None:
         with cache_controller.device_module.stream(stream):
-            check = fetch(here.digests.differences(noted), *read)
+            check = here.digests.compare(noted)
             # Until this event SGLang keeps the pages locked: nobody else may write them before they were compared.
             controller.ack_load_queue[-1].finish_event.record()
     here.copies.launched(copies, controller.layer_done_counter.events[producer].load_events, check)

@@ -14,7 +14,8 @@ from dsv4ctl.controlplane.link.url import url
 from dsv4ctl.controlplane.rooms.states import AbortSource
 from dsv4ctl.controlplane.tickets.types import Guard
 from dsv4ctl.engine_adapters.sglang import rank
-from dsv4ctl.engine_adapters.sglang.digests import Fetched, PageDigests
+from dsv4ctl.engine_adapters.sglang.digests import PageDigests
+from dsv4ctl.engine_adapters.sglang.fetched import Fetched
 from dsv4ctl.engine_adapters.sglang.geometry import state_pages
 from dsv4ctl.engine_adapters.sglang.hooks.agreement import any_rank
 from dsv4ctl.engine_adapters.sglang.peers import Digests, with_trailer

@@ -9,7 +9,7 @@ import torch
 
 from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.controlplane.rooms.states import RoomState
-from dsv4ctl.engine_adapters.sglang.digests import Expected, fetch
+from dsv4ctl.engine_adapters.sglang.digests import Check, Noted
 from dsv4ctl.engine_adapters.sglang.hooks import life
 from sglang_contract.checks import alone
 from sglang_contract.situations import COUNTS, check_again
@@ -37,8 +37,7 @@ def _noted_on(made: World) -> list[Any]:
     """The streams on which digests of copies will have been noted."""
     streams: list[Any] = []
     digests = made.rank.digests
-    joined, seal = digests._joined, digests._seal
-    digests._joined = lambda copies: streams.append(made.device.current) or joined(copies)
+    seal = digests._seal
     digests._seal = lambda moves, places: streams.append(made.device.current) or seal(moves, places)
     return streams
 
@@ -52,7 +51,7 @@ def digests_are_noted_behind_the_forward(_: bool) -> None:
         made.back_up(device, host)
     made.load_back()
     made.controller.start_loading()
-    assert streams == [made.scheduler.forward_stream] * 2
+    assert streams == [*[made.scheduler.forward_stream] * 2, made.controller.load_stream]
 
 
 @alone
@@ -125,10 +124,7 @@ def window_that_a_load_did_not_fill_is_seen(_: bool) -> None:
         made = World(Role.SINGLE, (), "read")
         made.compute(7, 9)
         _window_load(made, page)
-        (check,) = made.rank.copies._checks
-        expected = Expected("swa", *check._read)
-        made.rank.copies._checks[:] = [fetch(made.rank.digests.differences([expected]))]
-        made.rank.step()
+        check_again(made)
         assert made.rank.counters["load_mismatches"] == differences
 
 
@@ -170,28 +166,18 @@ def without_overlap_digests_are_noted_where_forwards_run(_: bool) -> None:
 def loaded_pages_stay_locked_until_they_were_compared(_: bool) -> None:
     made = _cached()
     given_back: list[bool] = []
-    differences = made.rank.digests.differences
+    compare = made.rank.digests.compare
 
-    def compare(*args: Any) -> torch.Tensor:
+    def looked(noted: Noted) -> Check:
         made.device.current.put(lambda: given_back.append(made.controller.ack_load_queue[-1].finish_event.query()))
-        return differences(*args)
+        return compare(noted)
 
-    made.rank.digests.differences = compare
+    made.rank.digests.compare = looked
     made.load_back()
     made.controller.start_loading()
     made.device.run()
     assert given_back == [False]
     assert made.controller.ack_load_queue[-1].finish_event.query()
-
-
-@alone
-def what_a_check_reads_lives_until_the_stream_of_the_load_has_read_it(_: bool) -> None:
-    made = _cached()
-    pages = made.load_back()
-    made.controller.start_loading()
-    (check,) = made.rank.copies._checks
-    noted = made.rank.digests.spaces["full"].sealed.numbers[:, list(pages)]
-    assert [read.tolist() for read in check._read] == [list(pages), noted.tolist()]
 
 
 @alone
