@@ -134,6 +134,8 @@ class ReaderTorch:
         return _joined([table.numbers[:, _pages(tokens, table, size)[0]] for table, tokens, size in reads])
 
     def tokens(self, listed: Sequence[Firsts]) -> Found:
+        for tokens, _ in listed:
+            check_numbers(tokens)
         return _joined([tokens[torch.tensor(at, dtype=torch.int64)] for tokens, at in listed])
 
 

@@ -79,8 +79,8 @@ class PartsTriton:
             _digest_lists(grid, of.device, self._rows.stream, of.table, of.multipliers, rows)
 
 
-# A page a row: first buffer of its space, how many it has, what is `told` of the page, tokens of a page, what its number
-# must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
+# A page a row: first buffer of its space, how many it has, what is `told` of the page, tokens of a page, what its
+# number must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
 _TOKEN = 7
 TOKEN = tl.constexpr(_TOKEN)
 

@@ -12,8 +12,8 @@ from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
 _NO_TOKEN = 1 << 62  # of no page
 
 # A page a row: how many buffers its space has, tokens of a page, and of both sides where the number of page 0 would be,
-# bytes from there to that of the next buffer, how many pages there are, and what is `told` of the page. Of 16 B times n,
-# so that rows of another kind may follow.
+# bytes from there to that of the next buffer, how many pages there are, and what is `told` of the page. Of 16 B times
+# n, so that rows of another kind may follow.
 _MOVE = 10
 MOVE = tl.constexpr(_MOVE)
 _BLOCK = 32

@@ -136,11 +136,15 @@ async def _round(together: cores.Shared, order: Iterable[tuple[int, str]]) -> di
 
 
 async def keep_asking(client: Client, said: list[Reply], load: Load, at: int) -> None:
-    """One answer after another, until one fails; the first is shorter the earlier `at` is: not all end at once."""
+    """One answer after another, until one fails; the first is shorter the earlier `at` is: not all end at once.
+
+    Always to the same prompt if the load is of such.
+    """
     new = load.new * (at + 1) // load.at_once
     for number in itertools.count():
         said.append(reply := Reply())
-        await client.ask(prompt(f"{at} {number}", load.length), new, stream=True, reply=reply)
+        asked = prompt(f"{at} again" if load.again else f"{at} {number}", load.length)
+        await client.ask(asked, new, stream=True, reply=reply)
         if reply.error:
             return
         new = load.new

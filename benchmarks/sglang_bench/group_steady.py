@@ -8,6 +8,7 @@ built when it collects the whole heap; without, it does, as SGLang comes: that i
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from typing import Any
 
 import anyio
@@ -40,33 +41,42 @@ async def steady(bench: Bench) -> None:
 
 
 async def _own(bench: Bench) -> None:
-    """Of one pair with hooks and nothing beside it. Raises RuntimeError if it did not come up, or did not count."""
+    """Of one pair with hooks and nothing beside it, with prompts that are new, and with some that come from the host.
+
+    Raises RuntimeError if it did not come up, or did not count.
+    """
     folder = bench.machine.out / "own"
     shutil.rmtree(folder, ignore_errors=True)  # of a start that was cut short
     folder.mkdir()
     shapes = plan.pair("own", 22900, bench.gpu, fake=bench.fake, env={"OWN_LOG": str(folder)})
     deployment = bench.deployment("own", 22990, *shapes)
-    said: list[Reply] = []
     try:
         if not await bench.ready(deployment):
             raise RuntimeError("the servers did not come up")
         client = Client(bench.http, deployment.url)
         await jit(bench, client)
-        async with anyio.create_task_group() as tasks:
-            for at in range(cost.NEW.at_once):
-                tasks.start_soon(cost.keep_asking, client, said, cost.NEW, at)
-            await anyio.sleep(_WARM)
-            before = {shape.role: parts.counted(folder, shape.port) for shape in shapes}
-            await anyio.sleep(_OWN_SECONDS)
-            after = {shape.role: parts.counted(folder, shape.port) for shape in shapes}
-            tasks.cancel_scope.cancel()
+        for key, load in (("s5.own", cost.NEW), ("s5.own.again", cost.AGAIN)):
+            found = await _of_load(client, load, lambda: {one.role: parts.counted(folder, one.port) for one in shapes})
+            bench.results.put(key, cards=bench.gpu, load=load._asdict(), seconds=_OWN_SECONDS, **found)
     finally:
         deployment.stop()
+
+
+async def _of_load(client: Client, load: cost.Load, counted: Callable[[], dict[str, Any]]) -> dict[str, Any]:
+    said: list[Reply] = []
+    async with anyio.create_task_group() as tasks:
+        for at in range(load.at_once):
+            tasks.start_soon(cost.keep_asking, client, said, load, at)
+        await anyio.sleep(_WARM)
+        before = counted()
+        await anyio.sleep(_OWN_SECONDS)
+        after = counted()
+        tasks.cancel_scope.cancel()
     errors = [reply.error for reply in said if reply.error]
     found = {role: own.share(before[role], after[role]) for role in after}
     if errors or not all(found.values()):
         raise RuntimeError(f"{len(errors)} requests failed: {errors[0]}" if errors else f"nothing was counted: {found}")
-    bench.results.put("s5.own", cards=bench.gpu, load=cost.NEW._asdict(), seconds=_OWN_SECONDS, **found)
+    return found
 
 
 async def _start(bench: Bench, number: int) -> dict[str, Any] | None:

@@ -100,6 +100,11 @@ def test_numbers_of_other_kinds_are_refused(numbers: torch.Tensor) -> None:
         for both in ((tokens, [0, 1]), ([0, 1], tokens)):
             with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
                 seal([(table, both[0], table, both[1], 1)], ())
+    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+        with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
+            reader.pages([(table, tokens, 1)])
+        with pytest.raises(ValueError, match="on cpu: contiguous int64 .*expected"):
+            reader.tokens([tokens])
     with pytest.raises(ValueError, match="on cpu: contiguous int64 expected"):
         Table(numbers)
     with pytest.raises(ValueError, match="on cpu: contiguous int64 on meta expected"):

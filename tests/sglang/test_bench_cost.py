@@ -257,6 +257,23 @@ async def test_slices_say_why_there_are_none(monkeypatch: pytest.MonkeyPatch) ->
 
 
 @pytest.mark.asyncio
+@pytest.mark.parametrize("again", [False, True])
+async def test_who_keeps_asking_asks_what_is_new_or_what_comes_again(again: bool) -> None:
+    asked: list[tuple[list[int], int]] = []
+
+    async def ask(tokens: list[int], new: int, *, stream: bool, reply: Reply) -> None:
+        asked.append((tokens, new))
+        reply.error = "gone" if len(asked) == 3 else None
+
+    said: list[Reply] = []
+    client: Any = SimpleNamespace(ask=ask)
+    await cost.keep_asking(client, said, cost.Load(4, 8, 12, again), 1)
+    assert [new for _, new in asked] == [6, 12, 12]
+    assert len({tuple(tokens) for tokens, _ in asked}) == (1 if again else 3)
+    assert len(said) == 3
+
+
+@pytest.mark.asyncio
 async def test_starts_are_counted_on_by_a_call_that_resumes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     begun: list[int] = []
     time_for, down = 3, [1, 4]
