@@ -103,7 +103,7 @@ def test_numbers_of_other_kinds_are_refused(numbers: torch.Tensor) -> None:
     for reader in (ReaderTriton(CPU), ops.reader(CPU)):
         with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
             reader.pages([(table, tokens, 1)])
-        with pytest.raises(ValueError, match="on cpu: contiguous int64 .*expected"):
+        with pytest.raises(ValueError, match=r"on cpu: contiguous int64 .*expected"):
             reader.tokens([tokens])
     with pytest.raises(ValueError, match="on cpu: contiguous int64 expected"):
         Table(numbers)
