@@ -10,6 +10,14 @@ import torch
 from dsv4ctl.kernels import digest
 
 
+class Event(Protocol):
+    """What a device has done, or not yet. For any thread."""
+
+    def query(self) -> bool: ...
+
+    def synchronize(self) -> None: ...
+
+
 class PageBuffers:
     """Buffers [pages, page_bytes], contiguous, of one page size, on one device. `pointers`: where they begin, int64."""
 
@@ -45,7 +53,7 @@ class SpaceBuffers:
 
 
 #: Flat, on the host; and the event after which they are there, None if they are already.
-Found = tuple[digest.Digests, torch.cuda.Event | None]
+Found = tuple[digest.Digests, Event | None]
 #: Of one of the spaces pages by their numbers, which it has.
 Parts = Sequence[tuple[int, Sequence[int]]]
 #: Digests of at least one part, [buffers, pages] of each one after another.
@@ -90,7 +98,7 @@ class Reader(Protocol):
     """Reads numbers of a device."""
 
     def pages(self, reads: Reads) -> Found:
-        """Digests: of each table [buffers, pages] of these, one after another. Undefined of what is no page."""
+        """Digests: of each table [buffers, pages] of these, one after another. 0 of what is no page."""
 
     def tokens(self, listed: Sequence[Firsts]) -> Found:
         """The tokens themselves."""
@@ -131,7 +139,11 @@ def _pages(tokens: Tokens, table: Table, page_tokens: int) -> tuple[torch.Tensor
 
 class ReaderTorch:
     def pages(self, reads: Reads) -> Found:
-        return _joined([table.numbers[:, _pages(tokens, table, size)[0]] for table, tokens, size in reads])
+        found = []
+        for table, tokens, page_tokens in reads:
+            pages, known = _pages(tokens, table, page_tokens)
+            found.append(torch.where(known, table.numbers[:, pages.where(known, 0)], 0) if table.columns else known * 0)
+        return _joined(found)
 
     def tokens(self, listed: Sequence[Firsts]) -> Found:
         for tokens, _ in listed:
@@ -146,7 +158,8 @@ def _joined(found: Sequence[torch.Tensor]) -> Found:
 
 def check_numbers(numbers: torch.Tensor, device: torch.device | None = None) -> None:
     """Raises ValueError unless they are int64, contiguous in a row and on `device`: kernels go by their addresses."""
-    if numbers.dtype is not torch.int64 or numbers.stride(-1) != 1 or device not in (None, numbers.device):
+    rows = numbers.numel() and numbers.shape[-1] > 1 and numbers.stride(-1) != 1
+    if numbers.dtype is not torch.int64 or rows or device not in (None, numbers.device):
         where = "" if device is None else f" on {device}"
         raise ValueError(
             f"numbers {numbers.dtype} of strides {numbers.stride()} on {numbers.device}: "

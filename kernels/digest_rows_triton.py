@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dsv4ctl.kernels.digest_triton import digest_of
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
-from dsv4ctl.kernels.moves_triton import move, rows_of, token_of, told
+from dsv4ctl.kernels.moves_triton import MoveRows, side, token_of, told
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 _AT_ONCE = 16  # pages of a list that one row names
@@ -72,31 +72,31 @@ class PartsTriton:
         return memory, self._rows.begun()
 
     def _begin(self, numbers, longest, number, *kept):
-        rows = self._rows.put(numbers, *kept)
+        stream, rows = self._rows.put(numbers, *kept)
         if number:
             of = self._spaces
-            grid = longest, self._most, number
-            _digest_lists(grid, of.device, self._rows.stream, of.table, of.multipliers, rows)
+            _digest_lists((longest, self._most, number), of.device, stream, of.table, of.multipliers, rows)
 
 
-# A page a row: first buffer of its space, how many it has, what is `told` of the page, tokens of a page, what its
-# number must be below, where the digest of page 0 would go, bytes from there to that of the next buffer.
-_TOKEN = 7
-TOKEN = tl.constexpr(_TOKEN)
+# Some pages of a space a row: its first buffer, how many it has, tokens of a page, what a page's number must be below,
+# where the digest of page 0 would go, bytes from there to that of the next buffer, where in `rows` it is `told` which
+# pages these are, and how many.
+_SEAL = 8
+SEAL = tl.constexpr(_SEAL)
 
 
 @triton.jit
-def _digest_tokens_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
-    row, buffer = rows_ptr + tl.program_id(0) * TOKEN, tl.program_id(1)
-    if buffer < tl.load(row + 1):
-        token = token_of(tl.load(row + 2))
-        page = token // tl.load(row + 3)
-        if (token >= 0) & (page < tl.load(row + 4)):
-            place = tl.load(row + 5) + buffer * tl.load(row + 6) + page * 8
+def _seal_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
+    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * SEAL
+    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 7)):
+        token = token_of(tl.load(rows_ptr + tl.load(row + 6) + at))
+        page = token // tl.load(row + 2)
+        if (token >= 0) & (page < tl.load(row + 3)):
+            place = tl.load(row + 4) + buffer * tl.load(row + 5) + page * 8
             _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
 
 
-_digest_tokens = Kernel(_digest_tokens_kernel, _BLOCK, warps=_WARPS)
+_seal = Kernel(_seal_kernel, _BLOCK, warps=_WARPS)
 
 
 class SealTriton:
@@ -106,32 +106,32 @@ class SealTriton:
         self._spaces = spaces
         self._most = max(spaces.counts)
         self._rows = Rows(spaces.device)
-        # Compiles: a row of no page.
-        self._begin(self._rows.put([0] * _TOKEN), 1)
-        self._rows.begun()
+        compiled = MoveRows(1)
+        compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
+        self._begin(compiled, [0] * _SEAL, 1, 1)
 
     def __call__(self, moves, places):
-        numbers, moved = rows_of(moves)
-        behind = len(numbers)
-        numbers += self._rows_of(places)
-        if not numbers:
-            return
-        rows = self._rows.put(numbers, moves, places)
-        most = max((source.rows for source, *_ in moves), default=0)
-        move(self._spaces.device, self._rows.stream, rows, moved, most)
-        self._begin(rows[behind:], (len(numbers) - behind) // _TOKEN)
-        self._rows.begun()
-
-    def _rows_of(self, places):
-        rows = list[int]()
+        moved = MoveRows(len(moves))
+        for source, tokens, target, others, page_tokens in moves:
+            froms, tos = told(tokens, source.device), told(others, target.device)
+            if len(froms) != len(tos):
+                raise ValueError(f"digests of {len(froms)} pages to {len(tos)}")
+            moved.add(source.rows, page_tokens, side(source), froms, side(target), tos)
+        rows, listed, longest = list[int](), list[int](), 0
         for space, tokens, page_tokens, out in places:
-            buffers = self._spaces.firsts[space], self._spaces.counts[space]
-            place = page_tokens, out.columns, out.address, out.row_bytes
-            for page in told(tokens, out.device):
-                rows += (*buffers, page, *place)
-        return rows
+            pages = told(tokens, out.device)
+            rows += (self._spaces.firsts[space], self._spaces.counts[space], page_tokens, out.columns)
+            rows += (out.address, out.row_bytes, len(places) * _SEAL + len(listed), len(pages))
+            listed += pages
+            longest = max(longest, len(pages))
+        if longest or moved.longest:
+            self._begin(moved, [*rows, *listed], longest, len(places), moves, places)
 
-    def _begin(self, rows, number):
-        if number:
+    def _begin(self, moved, sealed, longest, number, *kept):
+        behind = len(moved.numbers) + len(moved.numbers) % 2  # at 16 B, as kernels expect it
+        stream, rows = self._rows.put([*moved.numbers, *[0] * (behind - len(moved.numbers)), *sealed], *kept)
+        moved.launch(self._spaces.device, stream, rows)
+        if longest:
             of = self._spaces
-            _digest_tokens((number, self._most, 1), of.device, self._rows.stream, of.table, of.multipliers, rows)
+            _seal((longest, self._most, number), of.device, stream, of.table, of.multipliers, rows[behind:])
+        self._rows.begun()

@@ -10,7 +10,6 @@ import numpy as np
 import torch
 
 _NEAR = 256  # numbers that a kernel reads where they are written: beyond, each of its programs would wait longer
-_SLOTS = 8  # calls that may be under way at once
 _STAGED = 8192  # numbers, 64 KiB: what the driver copies aside at once
 _MEMORY = 65_536  # numbers that are handed out of one piece: to ask for pinned memory takes longer than to use it
 
@@ -40,51 +39,74 @@ class Kernel:
 
 
 class _Slot:
-    """What the device reads until `there`, None on a CPU."""
+    """What the device reads until `over`, None on a CPU."""
 
     def __init__(self, gpu):
         self.near = torch.zeros(_NEAR, dtype=torch.int64, pin_memory=gpu)
         self.bytes = self.near.numpy().data.cast("B")
         self.kept = ()
-        self.there = torch.cuda.Event() if gpu else None
+        self.over = torch.cuda.Event() if gpu else None
+        self.uses = 0
+
+
+class _Begun:
+    """A `buffers.Event`: one use of a slot, whose event is recorded anew by the next, once this one is over."""
+
+    def __init__(self, slot):
+        self._slot = slot
+        self._use = slot.uses
+
+    def query(self):
+        return self._slot.uses != self._use or self._slot.over.query()
+
+    def synchronize(self):
+        if not self.query():
+            self._slot.over.synchronize()
 
 
 class Rows:
     """What launches have to do, on `own`, a stream, or on the current one. Not to be used by two threads at once.
 
-    Few numbers are read where they are written, in pinned memory. Beyond `_SLOTS` a call waits for the device.
+    Few numbers are read where they are written, in pinned memory. No call waits for the device.
     """
 
     def __init__(self, device, own=None):
         self._device = device
         self._own = own
         self._gpu = device.type == "cuda"
-        self._slots = deque(_Slot(self._gpu) for _ in range(_SLOTS))
-        self.stream = own  #: of what is launched between `put` and `begun`
+        self._slots = deque[_Slot]()
+        self._stream = own
 
     def put(self, numbers, *kept):
-        """Where kernels find these numbers; they and `kept` stay as long as what is launched until `begun` needs."""
+        """The stream to launch on, and where kernels find these numbers: they and `kept` stay until `begun` is over."""
         if self._own is None and self._gpu:
-            self.stream = torch.cuda.current_stream(self._device.index)
-        self._slots.rotate(-1)
+            self._stream = torch.cuda.current_stream(self._device.index)
+        if self._slots and self._is_over(self._slots[0]):
+            self._slots.rotate(-1)
+        else:
+            self._slots.append(_Slot(self._gpu))
         slot = self._slots[-1]
-        if slot.there is not None and not slot.there.query():
-            slot.there.synchronize()
+        slot.uses += 1
         if len(numbers) <= _NEAR:
             struct.pack_into(f"={len(numbers)}q", slot.bytes, 0, *numbers)
             slot.kept = kept
-            return slot.near
-        with torch.cuda.stream(self.stream):
+            return self._stream, slot.near
+        with torch.cuda.stream(self._stream):
             copied = _on_device(numbers, self._device)
         slot.kept = (copied, *kept)
-        return copied
+        return self._stream, copied
 
     def begun(self):
         """The event after which all is done that was launched since `put`, None if it is already."""
-        there = self._slots[-1].there
-        if there is not None:
-            there.record(self.stream)
-        return there
+        slot = self._slots[-1]
+        if slot.over is None:
+            return None
+        slot.over.record(self._stream)
+        return _Begun(slot)
+
+    @staticmethod
+    def _is_over(slot):
+        return slot.over is None or slot.over.query()
 
 
 class Memory:
@@ -95,13 +117,15 @@ class Memory:
         self._piece, self._address, self._used = np.empty(0, dtype=np.uint64), 0, 0
 
     def take(self, size):
-        """Memory for so many, uint64, and its address."""
+        """Memory for so many, uint64, each 0 so far, and its address."""
         if self._used + size > len(self._piece):
             piece = torch.empty(max(size, _MEMORY), dtype=torch.int64, pin_memory=self._gpu)
             # A slice of this takes a tenth of the time of one of that, and keeps it alive.
             self._piece, self._address, self._used = piece.numpy().view(np.uint64), piece.data_ptr(), 0
         begin, self._used = self._used, self._used + size
-        return self._piece[begin : self._used], self._address + 8 * begin
+        taken = self._piece[begin : self._used]
+        taken.fill(0)
+        return taken, self._address + 8 * begin
 
 
 def _on_device(numbers, device):

@@ -1,5 +1,5 @@
 # mypy: allow-untyped-defs, allow-incomplete-defs
-"""Numbers of pages from one place to another in Triton: rows of one launch say from where, and to where."""
+"""Digests of pages from one place to another, and to the host, in Triton: rows of one launch say which, and where."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
 
 _NO_TOKEN = 1 << 62  # of no page
 
-# A page a row: how many buffers its space has, tokens of a page, and of both sides where the number of page 0 would be,
-# bytes from there to that of the next buffer, how many pages there are, and what is `told` of the page. Of 16 B times
-# n, so that rows of another kind may follow.
-_MOVE = 10
+# Some pages a row: how many buffers they have, how many tokens, how many they are; of both sides where the digest of
+# page 0 would be, bytes from there to that of the next buffer, how many pages there are, and where in `rows` it is
+# `told` which these are: of the other side, if it is not, the first ones.
+_MOVE = 11
 MOVE = tl.constexpr(_MOVE)
 _BLOCK = 32
 
@@ -29,38 +29,50 @@ def token_of(told):
 
 @triton.jit
 def _move_kernel(rows_ptr, block: tl.constexpr):
-    row, buffer = rows_ptr + tl.program_id(0) * MOVE, tl.program_id(1) * block + tl.arange(0, block)
-    source_token, target_token = token_of(tl.load(row + 5)), token_of(tl.load(row + 9))
-    source_page, target_page = source_token // tl.load(row + 1), target_token // tl.load(row + 1)
-    from_page = (source_token >= 0) & (source_page < tl.load(row + 4))
-    to_page = (target_token >= 0) & (target_page < tl.load(row + 8))
-    if from_page & to_page:
-        here = buffer < tl.load(row)
-        source = tl.load(row + 2) + buffer * tl.load(row + 3) + source_page * 8
-        target = tl.load(row + 6) + buffer * tl.load(row + 7) + target_page * 8
-        value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
-        tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
+    at, row = tl.program_id(0), rows_ptr + tl.program_id(2) * MOVE
+    if at < tl.load(row + 2):
+        page_tokens, others = tl.load(row + 1), tl.load(row + 10)
+        token = token_of(tl.load(rows_ptr + tl.load(row + 6) + at))
+        other = at * page_tokens
+        if others > 0:
+            other = token_of(tl.load(rows_ptr + others + at))
+        page, other_page = token // page_tokens, other // page_tokens
+        from_page = (token >= 0) & (page < tl.load(row + 5))
+        to_page = (other >= 0) & (other_page < tl.load(row + 9))
+        if from_page & to_page:
+            buffer = tl.program_id(1) * block + tl.arange(0, block)
+            source = tl.load(row + 3) + buffer * tl.load(row + 4) + page * 8
+            target = tl.load(row + 7) + buffer * tl.load(row + 8) + other_page * 8
+            here = buffer < tl.load(row)
+            value = tl.load(source.to(tl.pointer_type(tl.int64)), mask=here)
+            tl.store(target.to(tl.pointer_type(tl.int64)), value, mask=here)
 
 
 _move = Kernel(_move_kernel, _BLOCK, warps=1)
 
 
-def move(device, stream, rows, number, buffers):
-    """Launches the first `number` of these rows, of spaces with at most so many buffers."""
-    if number:
-        _move((number, triton.cdiv(buffers, _BLOCK), 1), device, stream, rows)
+class MoveRows:
+    """Rows of one launch. A side: where the digest of page 0 would be, bytes to the next buffer's, how many pages."""
 
+    def __init__(self, number):
+        self.numbers = [0] * (number * _MOVE)
+        self._number = self._buffers = self.longest = 0
 
-def rows_of(moves):
-    """Rows of `buffers.Moves`, one after another, and how many."""
-    rows = list[int]()
-    for source, source_tokens, target, target_tokens, page_tokens in moves:
-        begin = source.rows, page_tokens, source.address, source.row_bytes, source.columns
-        end = target.address, target.row_bytes, target.columns
-        froms, tos = told(source_tokens, source.device), told(target_tokens, target.device)
-        for one, other in zip(froms, tos, strict=True):
-            rows += (*begin, one, *end, other)
-    return rows, len(rows) // _MOVE
+    def add(self, buffers, page_tokens, source, pages, target, others=()):
+        """What is told of the pages of both sides; of the other one nothing: the first ones."""
+        row, begin = self._number * _MOVE, len(self.numbers)
+        self.numbers += pages
+        self.numbers += others
+        other = begin + len(pages) if others else 0
+        self.numbers[row : row + _MOVE] = buffers, page_tokens, len(pages), *source, begin, *target, other
+        self._number += 1
+        self.longest, self._buffers = max(self.longest, len(pages)), max(self._buffers, buffers)
+
+    def launch(self, device, stream, rows):
+        """`rows`: where the numbers are by now."""
+        if self.longest:
+            grid = self.longest, triton.cdiv(self._buffers, _BLOCK), self._number
+            _move(grid, device, stream, rows)
 
 
 def told(tokens, device):
@@ -79,38 +91,32 @@ class ReaderTriton:
         self._device = device
         self._rows = Rows(device, stream)
         self._memory = Memory(device.type == "cuda")
-        self._begin((0, 1, 0, 0, 0, ~0, 0, 0, 0, ~0), 1)  # compiles: a row of no page
-        self._rows.begun()
+        compiled = MoveRows(1)
+        compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
+        self._launch(compiled)
 
     def pages(self, reads):
-        listed = [told(tokens, table.device) for table, tokens, _ in reads]
-        memory, place = self._memory.take(
-            sum(table.rows * len(pages) for (table, *_), pages in zip(reads, listed, strict=True))
-        )
-        rows, most = list[int](), 0
-        for (table, _, page_tokens), pages in zip(reads, listed, strict=True):
-            size = len(pages)
-            begin = table.rows, page_tokens, table.address, table.row_bytes, table.columns
-            for page in pages:
-                rows += (*begin, page, place, 8 * size, 1, ~0)
-                place += 8
-            place += 8 * (table.rows - 1) * size
-            most = max(most, table.rows)
-        self._begin(rows, most, memory, reads)
-        return memory, self._rows.begun()
+        listed = [(table, told(tokens, table.device), page_tokens) for table, tokens, page_tokens in reads]
+        memory, place = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
+        moves = MoveRows(len(listed))
+        for table, pages, page_tokens in listed:
+            moves.add(table.rows, page_tokens, side(table), pages, (place, 8 * len(pages), len(pages)))
+            place += 8 * table.rows * len(pages)
+        return memory, self._launch(moves, memory, reads)
 
     def tokens(self, listed):
         memory, place = self._memory.take(sum(len(at) for _, at in listed))
-        rows = list[int]()
+        moves = MoveRows(len(listed))
         for tokens, at in listed:
             check_numbers(tokens, self._device)
-            address = tokens.data_ptr()
-            for one in at:
-                rows += (1, 1, address + 8 * one, 0, 1, ~0, place, 0, 1, ~0)
-                place += 8
-        self._begin(rows, 1, memory, listed)
-        return memory, self._rows.begun()
+            moves.add(1, 1, (tokens.data_ptr(), 0, len(tokens)), [~one for one in at], (place, 0, len(at)))
+            place += 8 * len(at)
+        return memory, self._launch(moves, memory, listed)
 
-    def _begin(self, numbers, most, *kept):
-        rows = self._rows.put(numbers, *kept)
-        move(self._device, self._rows.stream, rows, len(numbers) // _MOVE, most)
+    def _launch(self, moves, *kept):
+        moves.launch(self._device, *self._rows.put(moves.numbers, *kept))
+        return self._rows.begun()
+
+
+def side(table):
+    return table.address, table.row_bytes, table.columns

@@ -112,7 +112,7 @@ class PageDigests:
         if slots is not None:
             written.append(("state", slots, range(len(slots))))
         places = [
-            (space.number, Firsts(tokens.to(torch.int64), at), space.page_tokens, space.sealed)
+            (space.number, Firsts(tokens.to(torch.int64).contiguous(), at), space.page_tokens, space.sealed)
             for name, tokens, at in written
             if (space := self.spaces.get(name)) is not None
         ]

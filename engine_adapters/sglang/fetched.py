@@ -3,19 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Protocol
 
 import numpy as np
 
+from dsv4ctl.kernels.buffers import Event
 from dsv4ctl.kernels.digest import Digests
-
-
-class Event(Protocol):
-    """A device event, or what stands for one."""
-
-    def query(self) -> bool: ...
-
-    def synchronize(self) -> None: ...
 
 
 class Fetched:
@@ -28,7 +20,7 @@ class Fetched:
     def ready(self) -> bool:
         there = self._there
         if there is not None and there.query():
-            self._there = there = None  # which some later launch records anew
+            self._there = there = None
         return there is None
 
     def get(self) -> Digests:

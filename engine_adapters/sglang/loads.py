@@ -19,8 +19,8 @@ from dsv4ctl.controlplane.tickets.gate import Gate
 from dsv4ctl.controlplane.tickets.ledger import LedgerError
 from dsv4ctl.controlplane.tickets.ticket import Load, Ticket
 from dsv4ctl.controlplane.tickets.types import HOST, Consumer, LoadKind
-from dsv4ctl.engine_adapters.sglang.fetched import Event, Fetched
-from dsv4ctl.kernels.buffers import Firsts, Reader
+from dsv4ctl.engine_adapters.sglang.fetched import Fetched
+from dsv4ctl.kernels.buffers import Event, Firsts, Reader
 
 
 class Check(Protocol):
@@ -43,7 +43,7 @@ class Pages:
         #: Device and host, by space.
         self.firsts = {
             space: (
-                Firsts(device.to(torch.int64), range(0, len(device), page_tokens[space])),
+                Firsts(device.to(torch.int64).contiguous(), range(0, len(device), page_tokens[space])),
                 list[int](host[:: page_tokens[space]].tolist()),
             )
             for space, (device, host) in sides.items()

@@ -28,6 +28,8 @@ class Hook(NamedTuple):
     roles: tuple[str, ...] = ("prefill", "decode", "single")  #: of an engine: in others it would be in the way
 
 
+#: Engines that may have a cache on their host: a decode engine that has one ends (`hooks.life:attach`).
+_LOADING = ("prefill", "single")
 _SCHEDULER = "managers.scheduler.Scheduler."
 _RECEIVER = "managers.scheduler_components.request_receiver.SchedulerRequestReceiver."
 _CONTROLLER = "mem_cache.hybrid_cache.hybrid_cache_controller.HybridCacheController."
@@ -81,31 +83,35 @@ HOOKS: tuple[Hook, ...] = (
         "hooks.loads:load_back",
         "around",
         "pages become visible to every other request here, before their copy has begun: the load opens here",
+        roles=_LOADING,
     ),
     Hook(
         _CONTROLLER + "start_loading",
         "hooks.loads:start_loading",
         "around",
         "the copy begins: behind the running forward and the backups it reads; its events land the load",
+        roles=_LOADING,
     ),
     Hook(
         "managers.cache_controller.LayerDoneCounter.update_producer",
         "hooks.loads:update_producer",
         "around",
         "waits for the fourth load back instead of ending the scheduler with an assertion",
+        roles=_LOADING,
     ),
     Hook(
         _CONTROLLER + "start_writing",
         "hooks.backup:start_writing",
         "around",
         "the backup reads device pages behind the forward that writes them and the loads that fill them",
+        roles=_LOADING,
     ),
     Hook(
         "mem_cache.deepseek_v4_memory_pool.DeepSeekV4TokenToKVPool.wait_layer_transfer",
         "hooks.readers:wait_layer_transfer",
         "around",
         "every reader in the process: a batch that carries no load of its own waits for the loads of others",
-        roles=("prefill", "single"),  # a decode engine loads nothing
+        roles=_LOADING,
     ),
     Hook(
         _PREFILL + "send_kv_chunk",

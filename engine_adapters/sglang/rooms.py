@@ -19,8 +19,9 @@ from dsv4ctl.controlplane.rooms.effects import Effect, Refusal
 from dsv4ctl.controlplane.rooms.reader import Reader
 from dsv4ctl.controlplane.rooms.states import AbortSource, Quiet, RoomKey
 from dsv4ctl.engine_adapters.agent import Agent, UnknownRoomError
-from dsv4ctl.engine_adapters.sglang.fetched import Event, Fetched
+from dsv4ctl.engine_adapters.sglang.fetched import Fetched
 from dsv4ctl.engine_adapters.sglang.peers import MARK, Ack, Digests, Outbox, Trailer, with_trailer
+from dsv4ctl.kernels.buffers import Event
 
 #: Request ids remembered by room, for aborts that name the room.
 _MAX_REQUESTS = 65_536

@@ -21,6 +21,7 @@ from dsv4ctl.kernels.launch_triton import Kernel, Rows
 from dsv4ctl.kernels.moves_triton import ReaderTriton
 
 CPU = torch.device("cpu")
+Slot = launch_triton._Slot
 
 
 @pytest.mark.parametrize(
@@ -79,11 +80,10 @@ def test_without_a_stream_of_its_own_a_launch_is_on_the_current_one(monkeypatch:
     monkeypatch.setattr(torch.cuda, "current_stream", lambda index: next(streams))
     here, there = Rows(CPU), Rows(CPU, mock.sentinel.own)
     here._gpu = there._gpu = True
+    monkeypatch.setattr(launch_triton, "_Slot", mock.Mock(side_effect=lambda gpu: Slot(False)))
     for current in ("first", "second"):
-        here.put([1])
-        there.put([1])
-        assert here.stream == current
-        assert there.stream is mock.sentinel.own
+        assert here.put([1])[0] == current
+        assert there.put([1])[0] is mock.sentinel.own
 
 
 class Device:
@@ -91,12 +91,10 @@ class Device:
 
     def __init__(self, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Callable[[], Any]] = []  #: what it has before the next record
-        self.waited: list[Event] = []
+        self.events: list[Event] = []
         self.start = Kernel.__call__
-        self.slots = list(rows._slots)
-        rows._own = rows.stream = self
-        for slot in self.slots:
-            slot.there = Event(self, slot)
+        rows._own = rows._stream = self
+        rows._slots.clear()
         self.entered = False
         copied = launch_triton._on_device
 
@@ -114,8 +112,15 @@ class Device:
             assert stream is self
             self.begin(kernel, grid, device, *tensors)
 
+        def slot(gpu: bool) -> Any:
+            made = Slot(gpu)
+            made.over = Event(self, made)
+            self.events.append(made.over)
+            return made
+
         monkeypatch.setattr(torch.cuda, "stream", enter)
         monkeypatch.setattr(launch_triton, "_on_device", on_device)
+        monkeypatch.setattr(launch_triton, "_Slot", slot)
         monkeypatch.setattr(Kernel, "__call__", begin)
 
     def begin(self, kernel: Kernel, grid: Any, device: torch.device, *tensors: torch.Tensor) -> None:
@@ -129,6 +134,11 @@ class Device:
 
         self.begun.append(run)
 
+    def run(self, calls: int | None = None) -> None:
+        """So many calls to their end, oldest first."""
+        for event in self.events[:calls]:
+            event.synchronize()
+
 
 class Event:
     def __init__(self, device: Device, slot: Any) -> None:
@@ -138,21 +148,24 @@ class Event:
 
     def record(self, stream: Device) -> None:
         assert stream is self.device
-        self.late, stream.begun = self.late + stream.begun, []
+        assert not self.late, "it was over"
+        self.late, stream.begun = stream.begun, []
         self.kept = [weakref.ref(one) for one in _memory_of(self.slot.kept)]
 
     def query(self) -> bool:
         return not self.late
 
     def synchronize(self) -> None:
-        self.device.waited.append(self)
+        assert self.kept
         assert all(one() is not None for one in self.kept)  # wanted or not
         while self.late:
             self.late.pop(0)()
 
 
 def _memory_of(kept: Any) -> Iterator[Any]:
-    if isinstance(kept, np.ndarray | torch.Tensor):
+    if isinstance(kept, np.ndarray):
+        yield kept if kept.base is None else kept.base
+    elif isinstance(kept, torch.Tensor):
         yield kept
     elif isinstance(kept, Table):
         yield kept.numbers
@@ -169,26 +182,37 @@ def digests() -> list[int]:
     return [int(one) for one in digest_numpy(four_pages().pools[0][0].layers[0].numpy())]
 
 
-@pytest.mark.parametrize("pages", [1, 16 * 11, 16 * 11 + 1])  # of those with more than 256 numbers, these are copied
+@pytest.fixture
+def small(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few numbers are read where they are written; each call has memory of its own, which nobody else keeps."""
+    monkeypatch.setattr(launch_triton, "_NEAR", 24)
+    monkeypatch.setattr(launch_triton, "_MEMORY", 1)
+
+
+def in_turn(device: Device, call: Callable[[int], Any]) -> list[Any]:
+    """What 16 calls answer: half of them under way at once, then one beside the seven before."""
+    answers = [call(at) for at in range(8)]
+    assert len(device.events) == 8
+    for at in range(8):
+        device.events[at].synchronize()
+        answers.append(call(8 + at))
+    assert len(device.events) == 8, "slots are used again"
+    device.run()
+    return answers
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", [1, 12, 18])  # of these the numbers are copied
 def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     digest_parts = PartsTriton(four_pages(), None)
-    digest_parts([(0, [1])])  # has its piece of memory
     device = Device(digest_parts._rows, monkeypatch)
-    parts = [[(0, [at % 4] * pages)] for at in range(2 * len(device.slots))]
-    found = [digest_parts(part) for part in parts[: len(device.slots)]]
-    assert not device.waited
-    found += [digest_parts(part) for part in parts[len(device.slots) :]]
-    assert device.waited == [slot.there for slot in device.slots]
-    assert [event for _, event in found] == [slot.there for slot in device.slots] * 2
-    for slot in device.slots:
-        slot.there.synchronize()
-    expected = digests()
-    assert [one.tolist() for one, _ in found] == [[expected[page] for page in part] for [(_, part)] in parts]
-    for _ in range(2 * len(device.slots)):
-        digest_parts([(0, [1] * pages)])  # nobody keeps them
+    found = in_turn(device, lambda at: digest_parts([(0, [at % 4] * pages)])[0])
+    assert [one.tolist() for one in found] == [[digests()[at % 4]] * pages for at in range(16)]
+    in_turn(device, lambda at: digest_parts([(0, [1] * pages)]) and None)  # nobody keeps them
 
 
-@pytest.mark.parametrize("pages", [1, 25, 26])
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", [1, 13, 14])
 @pytest.mark.parametrize("what", ["pages", "tokens"])
 def test_what_is_read_stays_until_it_was(pages: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
     reader = ReaderTriton(CPU)
@@ -197,34 +221,47 @@ def test_what_is_read_stays_until_it_was(pages: int, what: str, monkeypatch: pyt
     def read(at: int) -> Any:
         numbers, chosen = torch.arange(at, at + 4), [at % 4] * pages
         if what == "tokens":
-            return reader.tokens([Firsts(numbers, chosen)])
-        return reader.pages([(Table(numbers), Firsts(torch.tensor(chosen), range(pages)), 1)])
+            return reader.tokens([Firsts(numbers, chosen)])[0]
+        return reader.pages([(Table(numbers), Firsts(torch.tensor(chosen), range(pages)), 1)])[0]
 
-    found = [read(at) for at in range(2 * len(device.slots))]
-    assert device.waited == [slot.there for slot in device.slots]
-    for slot in device.slots:
-        slot.there.synchronize()
-    assert [one.tolist() for one, _ in found] == [[at + at % 4] * pages for at in range(len(found))]
-    for at in range(2 * len(device.slots)):
-        read(at)  # nobody keeps it
+    assert [one.tolist() for one in in_turn(device, read)] == [[at + at % 4] * pages for at in range(16)]
+    in_turn(device, lambda at: read(at) is None)
 
 
-@pytest.mark.parametrize("pages", [1, 14, 30])
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", [1, 2, 5])
 def test_tokens_of_a_seal_stay_until_they_were_read(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
     seal = SealTriton(four_pages())
     device = Device(seal._rows, monkeypatch)
-    made, expected = [], np.array(digests(), dtype=np.uint64).view(np.int64).tolist()
-    for at in range(2 * len(device.slots)):
-        sealed, kept = torch.full((1, 4), -at), torch.zeros(1, pages, dtype=torch.int64)
-        tokens = [torch.tensor([at % 4] * pages) for _ in range(2)]
-        table, firsts = Table(sealed), [Firsts(one, range(pages)) for one in tokens]
-        seal([(table, firsts[0], Table(kept), range(pages), 1)], [(0, firsts[1], 1, table)])
-        made.append((sealed, kept, [weakref.ref(one) for one in tokens]))
-        del tokens, firsts
-    assert device.waited == [slot.there for slot in device.slots]
-    for slot in device.slots:
-        slot.there.synchronize()
-    for at, (sealed, kept, tokens) in enumerate(made):
+    expected = np.array(digests(), dtype=np.uint64).view(np.int64).tolist()
+
+    def sealed(at: int) -> tuple[torch.Tensor, torch.Tensor]:
+        table, kept = Table(torch.full((1, 4), -at)), torch.zeros(1, pages, dtype=torch.int64)
+        froms, here = (Firsts(torch.tensor([at % 4] * pages), range(pages)) for _ in range(2))
+        seal([(table, froms, Table(kept), range(pages), 1)], [(0, here, 1, table)])
+        return table.numbers, kept
+
+    for at, (table, kept) in enumerate(in_turn(device, sealed)):
         assert kept.tolist() == [[-at] * pages]
-        assert sealed.tolist() == [[expected[page] if page == at % 4 else -at for page in range(4)]]
-        assert all(one() is not None for one in tokens) == (at >= len(device.slots))
+        assert table.tolist() == [[expected[page] if page == at % 4 else -at for page in range(4)]]
+
+
+def test_what_was_over_stays_so_when_its_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    reader = ReaderTriton(CPU)
+    device = Device(reader._rows, monkeypatch)
+
+    def begin() -> Any:
+        return reader.pages([(Table(torch.arange(4)), [1], 1)])[1]
+
+    first, second = begin(), begin()
+    assert (first.query(), second.query()) == (False, False)
+    device.run(1)
+    assert (first.query(), second.query()) == (True, False)
+    third = begin()
+    assert len(device.events) == 2
+    assert (first.query(), second.query(), third.query()) == (True, False, False)
+    first.synchronize()
+    assert not third.query(), "nobody waits for a later use"
+    second.synchronize()
+    third.synchronize()
+    assert (second.query(), third.query()) == (True, True)

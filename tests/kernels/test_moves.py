@@ -80,7 +80,7 @@ def test_digests_of_what_is_no_page_stay_where_they_are(there: bool) -> None:
         assert whole.tolist() == [[0, 0, 0], [0, 1, 2], [0, 5, 6], [0, 0, 0]]
 
 
-@pytest.mark.parametrize("pages", [1, 30])  # of 30 rows the numbers are copied
+@pytest.mark.parametrize("pages", [1, 2, 300])  # of 300 the numbers are copied
 def test_digests_move_before_their_page_is_sealed_anew(pages: int) -> None:
     expected = digest_numpy(spaces().pools[0][0].layers[0].numpy()).view(np.int64).tolist()
     for seal in seals():
@@ -130,6 +130,28 @@ def test_digests_of_any_pages_are_read(data: st.DataObject) -> None:
         values, there = reader.pages([read for read, _ in made])
         assert values.view(np.int64).tolist() == expected
         assert there is None
+
+
+@pytest.mark.parametrize("there", [False, True])
+def test_of_what_is_no_page_nothing_is_read(there: bool) -> None:
+    asked = [3, -1, 8, 100, 0, -(2**40), 2**62]
+    tokens: Tokens = Firsts(torch.tensor(asked), range(len(asked))) if there else asked
+    around = torch.arange(1, 9)
+    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+        for _ in range(3):
+            assert reader.pages([(Table(around[2:6]), tokens, 2)])[0].tolist() == [4, 0, 0, 0, 3, 0, 0]
+            assert reader.pages([(Table(torch.zeros(1, 0, dtype=torch.int64)), tokens, 2)])[0].tolist() == [0] * 7
+
+
+def test_one_number_is_contiguous_wherever_it_is_from() -> None:
+    check_numbers(torch.arange(512)[::256][:1])
+    check_numbers(torch.zeros(4, 0, dtype=torch.int64))
+
+
+def test_digests_go_to_as_many_pages() -> None:
+    table = Table(torch.zeros(2, 4, dtype=torch.int64))
+    with pytest.raises(ValueError, match="digests of 2 pages to 1"):
+        SealTriton(spaces())([(table, [0, 1], table, [2], 1)], ())
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)

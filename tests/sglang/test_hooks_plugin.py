@@ -93,9 +93,12 @@ def test_an_unverified_release_is_treated_as_the_newest_verified_one_below_it() 
     assert hooks_of("0.5.17") == hooks_of("0.5.16")
 
 
+LOADING = {"load_back", "start_loading", "update_producer", "start_writing", "wait_layer_transfer"}
+
+
 @pytest.mark.parametrize(
     ("role", "left_out"),
-    [("decode", {"run_batch", "forward_batch_generation"}), ("prefill", set()), ("single", {"run_batch"})],
+    [("decode", {"run_batch", "forward_batch_generation", *LOADING}), ("prefill", set()), ("single", {"run_batch"})],
 )
 def test_an_engine_is_not_hooked_where_its_role_has_nothing_to_do(
     monkeypatch: pytest.MonkeyPatch, role: str, left_out: set[str]

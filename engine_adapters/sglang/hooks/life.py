@@ -7,6 +7,7 @@ from typing import Any
 
 from sglang.srt.runtime_context import get_parallel
 
+from dsv4ctl.controlplane.link.wire import Role
 from dsv4ctl.engine_adapters.sglang import rank
 from dsv4ctl.engine_adapters.sglang.digests import PageDigests
 from dsv4ctl.engine_adapters.sglang.hooks.readers import before_replay
@@ -17,7 +18,9 @@ def attach(stock: Any, scheduler: Any) -> Any:
     if not scheduler.spec_algorithm.is_none():
         refuse("speculative decoding is not guarded: a draft's pages are not restored with a prefix")
     parallel = get_parallel()
-    rank.attach(scheduler, int(parallel.tp_rank), int(parallel.tp_size))
+    here = rank.attach(scheduler, int(parallel.tp_rank), int(parallel.tp_size))
+    if here.role is Role.DECODE and getattr(scheduler.tree_cache, "cache_controller", None) is not None:
+        refuse("a decode engine with a cache on its host is not guarded: what it loads, nobody waits for")
     return stock(scheduler)
 
 

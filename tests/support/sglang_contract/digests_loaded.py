@@ -71,7 +71,7 @@ def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
     made = World(Role.SINGLE, (), "read")
     made.compute(10, 11)
     sealed = made.rank.digests.spaces["full"].sealed.numbers.clone()
-    for device, host in ((10, 0), (11, 0), (10, 1)):
+    for device, host in ((10, 1), (10, 0), (11, 0)):
         made.back_up(device, host)
     seal, together = made.rank.digests._seal, []
     made.rank.digests._seal = lambda moves, places: together.append(len(moves)) or seal(moves, places)

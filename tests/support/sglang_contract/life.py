@@ -212,6 +212,23 @@ def speculation_ends_the_process(_: bool) -> None:
 
 
 @alone
+def a_cache_on_the_host_of_a_decode_engine_ends_the_process(_: bool) -> None:
+    for role, controller, ends in ((Role.DECODE, object(), True), (Role.DECODE, None, False), (Role.PREFILL, 1, False)):
+        scheduler = SimpleNamespace(
+            spec_algorithm=SimpleNamespace(is_none=lambda: True), tree_cache=SimpleNamespace(cache_controller=controller)
+        )
+        ended = True
+        with (
+            mock.patch.object(life, "get_parallel", return_value=SimpleNamespace(tp_rank=0, tp_size=1)),
+            mock.patch.object(rank, "attach", return_value=SimpleNamespace(role=role)),
+            contextlib.suppress(SystemExit),
+        ):
+            life.attach(lambda _: None, scheduler)
+            ended = False
+        assert ended is ends
+
+
+@alone
 def a_missing_hook_is_named(_: bool) -> None:
     target = "sglang.srt.managers.scheduler.Scheduler.run_batch"
     present = sglang_scheduler.Scheduler.run_batch
