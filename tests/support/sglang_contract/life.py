@@ -214,9 +214,8 @@ def speculation_ends_the_process(_: bool) -> None:
 @alone
 def a_cache_on_the_host_of_a_decode_engine_ends_the_process(_: bool) -> None:
     for role, controller, ends in ((Role.DECODE, object(), True), (Role.DECODE, None, False), (Role.PREFILL, 1, False)):
-        scheduler = SimpleNamespace(
-            spec_algorithm=SimpleNamespace(is_none=lambda: True), tree_cache=SimpleNamespace(cache_controller=controller)
-        )
+        tree = SimpleNamespace(cache_controller=controller)
+        scheduler = SimpleNamespace(spec_algorithm=SimpleNamespace(is_none=lambda: True), tree_cache=tree)
         ended = True
         with (
             mock.patch.object(life, "get_parallel", return_value=SimpleNamespace(tp_rank=0, tp_size=1)),
