@@ -46,6 +46,7 @@ class SpaceBuffers:
         #: int64 [buffers, 2]: where each begins, and the 64-bit words of a page.
         self.table = torch.tensor([row for space in rows for row in space], dtype=torch.int64).to(self.device)
         self.counts = [len(space) for space in rows]
+        self.pages = [min(layer.shape[0] for buffers in space for layer in buffers.layers) for space in pools]
         #: Of each space its first row in the table.
         self.firsts = [sum(self.counts[:number]) for number in range(len(rows))]
         #: Of the longest page, and kept: launches on any stream read them.
@@ -87,11 +88,21 @@ class Table:
 Places = Sequence[tuple[int, Tokens, int, Table]]
 #: Digests [buffers, pages] to take from, and the pages; the same of where they go; tokens of a page.
 Moves = Sequence[tuple[Table, Tokens, Table, Tokens, int]]
-#: Takes digests of some pages over to others (two to one place: either), then puts digests of pages where they have
-#: their place: a column of each table a page. What is no page is left out.
-Seal = Callable[[Moves, Places], None]
 #: Digests [buffers, pages], some of the pages, and tokens of a page.
 Reads = Sequence[tuple[Table, Tokens, int]]
+
+
+class Sealer(Protocol):
+    """Of moves two to one place: either. Digests of what is no page are left out, and 0 where they are answered."""
+
+    def seal(self, moves: Moves, places: Places) -> None:
+        """Takes digests over, then puts digests of what pages are now where they have their place: a column a page."""
+
+    def move(self, moves: Moves, reads: Reads) -> Found:
+        """Takes digests over, and reads others, in any order."""
+
+    def digests(self, parts: Sequence[tuple[int, Tokens, int]]) -> Found:
+        """What pages are now, of spaces with so many tokens a page: of each [buffers, pages], one after another."""
 
 
 class Reader(Protocol):
@@ -116,15 +127,37 @@ def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
     return torch.cat([each.reshape(-1) for each in found]).numpy().view("uint64")
 
 
-def seal_torch(spaces: SpaceBuffers, moves: Moves, places: Places) -> None:
+class SealerTorch:
+    def __init__(self, spaces: SpaceBuffers) -> None:
+        self._spaces = spaces
+
+    def seal(self, moves: Moves, places: Places) -> None:
+        _move_torch(moves)
+        for space, tokens, page_tokens, out in places:
+            pages, known = _pages(tokens, out, page_tokens)
+            out.numbers[:, pages[known]] = _digest_space_torch(self._spaces, space, pages[known])
+
+    def move(self, moves: Moves, reads: Reads) -> Found:
+        _move_torch(moves)
+        return ReaderTorch().pages(reads)
+
+    def digests(self, parts: Sequence[tuple[int, Tokens, int]]) -> Found:
+        now = []
+        for space, tokens, page_tokens in parts:
+            table = Table(torch.zeros((self._spaces.counts[space], self._spaces.pages[space]), dtype=torch.int64))
+            self.seal((), [(space, tokens, page_tokens, table)])
+            now.append((table, tokens, page_tokens))
+        return ReaderTorch().pages(now)
+
+
+def _move_torch(moves: Moves) -> None:
     for source, source_tokens, target, target_tokens, page_tokens in moves:
         froms, from_known = _pages(source_tokens, source, page_tokens)
         tos, to_known = _pages(target_tokens, target, page_tokens)
+        if len(froms) != len(tos):
+            raise ValueError(f"digests of {len(froms)} pages to {len(tos)}")
         known = from_known & to_known
         target.numbers[:, tos[known]] = source.numbers[:, froms[known]]
-    for space, tokens, page_tokens, out in places:
-        pages, known = _pages(tokens, out, page_tokens)
-        out.numbers[:, pages[known]] = _digest_space_torch(spaces, space, pages[known])
 
 
 def _pages(tokens: Tokens, table: Table, page_tokens: int) -> tuple[torch.Tensor, torch.Tensor]:

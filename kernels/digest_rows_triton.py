@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dsv4ctl.kernels.digest_triton import digest_of
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
-from dsv4ctl.kernels.moves_triton import MoveRows, side, token_of, told
+from dsv4ctl.kernels.moves_triton import MoveRows, token_of, told, told_of
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 _AT_ONCE = 16  # pages of a list that one row names
@@ -22,116 +22,127 @@ def _digest_page(table_ptr, odd_ptr, buffer, page, place, block: tl.constexpr):
     tl.store(place.to(tl.pointer_type(tl.int64)), digest)
 
 
-# Up to `_AT_ONCE` pages of a list a row: first buffer of their space, how many it has, where in `rows` their numbers
-# begin, how many, where digests of the first buffer go, bytes from there to those of the next.
-_LIST = 6
-LIST = tl.constexpr(_LIST)
+# Up to `_AT_ONCE` pages of a space a row: its first buffer, how many it has, tokens of a page, what a page's number has
+# to be below, bytes from a digest to that of the next buffer, whether a digest has its place by its page's number or in
+# turn, where that of page 0, or of the first, would go, where in `rows` it is `told` which pages these are, how many.
+_DIGESTS = 9
+DIGESTS = tl.constexpr(_DIGESTS)
 
 
 @triton.jit
-def _digest_lists_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
-    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * LIST
-    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 3)):
-        page = tl.load(rows_ptr + tl.load(row + 2) + at)
-        place = tl.load(row + 4) + buffer * tl.load(row + 5) + at * 8
-        _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
+def _digest_rows_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
+    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * DIGESTS
+    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 8)):
+        token = token_of(tl.load(rows_ptr + tl.load(row + 7) + at))
+        page = token // tl.load(row + 2)
+        if (token >= 0) & (page < tl.load(row + 3)):
+            which = tl.where(tl.load(row + 5) == 1, page, at.to(tl.int64))
+            place = tl.load(row + 6) + buffer * tl.load(row + 4) + which * 8
+            _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
 
 
-_digest_lists = Kernel(_digest_lists_kernel, _BLOCK, warps=_WARPS)
+_digest_rows = Kernel(_digest_rows_kernel, _BLOCK, warps=_WARPS)
 
 
-class PartsTriton:
-    """`buffers.digest_parts_torch`, in one launch on `stream` (on a CPU None), into pinned host memory."""
-
-    def __init__(self, spaces, stream):
+class _Digester:
+    def __init__(self, spaces, stream=None):
         self._spaces = spaces
         self._most = max(spaces.counts)
         self._rows = Rows(spaces.device, stream)
-        self._memory = Memory(stream is not None)
+        self._memory = Memory(spaces.device.type == "cuda")
+
+    def _numbers(self, listed):
+        """The numbers of a launch, and its grid.
+
+        Of (space, tokens of a page, below what a page's number must be, bytes from a digest to that of the next buffer,
+        whether by number, address, what is told of the pages).
+        """
+        number = sum(-(-len(pages) // _AT_ONCE) for *_, pages in listed)
+        rows, named, longest = list[int](), list[int](), 0
+        for space, page_tokens, columns, row_bytes, by_number, address, pages in listed:
+            buffers = self._spaces.firsts[space], self._spaces.counts[space]
+            for at in range(0, len(pages), _AT_ONCE):
+                each = pages[at : at + _AT_ONCE]
+                place = address if by_number else address + 8 * at
+                begin = number * _DIGESTS + len(named)
+                rows += (*buffers, page_tokens, columns, row_bytes, by_number, place, begin, len(each))
+                named += each
+                longest = max(longest, len(each))
+        return [*rows, *named], (longest, self._most, number)
+
+    def _launch(self, grid, stream, rows):
+        if grid[2]:
+            _digest_rows(grid, self._spaces.device, stream, self._spaces.table, self._spaces.multipliers, rows)
+
+    def _digests(self, parts):
+        """Of (space, what is told of pages, tokens of a page): in host memory."""
+        counts = self._spaces.counts
+        memory, address = self._memory.take(sum(counts[space] * len(pages) for space, pages, _ in parts))
+        listed = []
+        for space, pages, page_tokens in parts:
+            size = len(pages)
+            listed.append((space, page_tokens, self._spaces.pages[space], 8 * size, 0, address, pages))
+            address += 8 * counts[space] * size
+        numbers, grid = self._numbers(listed)
+        return memory, numbers, grid
+
+
+class PartsTriton(_Digester):
+    """`buffers.digest_parts_torch`, in one launch on `stream` (on a CPU None), into pinned host memory."""
+
+    def __init__(self, spaces, stream):
+        super().__init__(spaces, stream)
         if stream is not None:
             torch.cuda.synchronize(spaces.device)
-        self._begin([0] * _LIST, 1, 1)  # compiles: a row of no page
+        self._launch((1, 1, 1), *self._rows.put([0] * _DIGESTS))  # compiles: a row of no page
         self._rows.begun()
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        counts, firsts = self._spaces.counts, self._spaces.firsts
-        memory, place = self._memory.take(sum(counts[space] * len(pages) for space, pages in parts))
-        number = sum(-(-len(pages) // _AT_ONCE) for _, pages in parts)
-        rows, listed, longest = list[int](), list[int](), 0
-        for space, pages in parts:
-            buffers, size = counts[space], len(pages)
-            for at in range(0, size, _AT_ONCE):
-                each = pages[at : at + _AT_ONCE]
-                begin = number * _LIST + len(listed)
-                rows += (firsts[space], buffers, begin, len(each), place + 8 * at, 8 * size)
-                listed += each
-                longest = max(longest, len(each))
-            place += 8 * buffers * size
-        self._begin([*rows, *listed], longest, number, memory)
+        memory, numbers, grid = self._digests([(space, told(pages, None), 1) for space, pages in parts])
+        self._launch(grid, *self._rows.put(numbers, memory))
         return memory, self._rows.begun()
 
-    def _begin(self, numbers, longest, number, *kept):
-        stream, rows = self._rows.put(numbers, *kept)
-        if number:
-            of = self._spaces
-            _digest_lists((longest, self._most, number), of.device, stream, of.table, of.multipliers, rows)
 
-
-# Some pages of a space a row: its first buffer, how many it has, tokens of a page, what a page's number must be below,
-# where the digest of page 0 would go, bytes from there to that of the next buffer, where in `rows` it is `told` which
-# pages these are, and how many.
-_SEAL = 8
-SEAL = tl.constexpr(_SEAL)
-
-
-@triton.jit
-def _seal_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
-    at, buffer, row = tl.program_id(0), tl.program_id(1), rows_ptr + tl.program_id(2) * SEAL
-    if (buffer < tl.load(row + 1)) & (at < tl.load(row + 7)):
-        token = token_of(tl.load(rows_ptr + tl.load(row + 6) + at))
-        page = token // tl.load(row + 2)
-        if (token >= 0) & (page < tl.load(row + 3)):
-            place = tl.load(row + 4) + buffer * tl.load(row + 5) + page * 8
-            _digest_page(table_ptr, odd_ptr, tl.load(row) + buffer, page, place, block)
-
-
-_seal = Kernel(_seal_kernel, _BLOCK, warps=_WARPS)
-
-
-class SealTriton:
-    """`buffers.seal_torch`, in a launch for each of both, on the current stream."""
+class SealerTriton(_Digester):
+    """`buffers.SealerTorch`, on the current stream, in one launch, or in two if it moves and seals."""
 
     def __init__(self, spaces):
-        self._spaces = spaces
-        self._most = max(spaces.counts)
-        self._rows = Rows(spaces.device)
+        super().__init__(spaces)
         compiled = MoveRows(1)
         compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
-        self._begin(compiled, [0] * _SEAL, 1, 1)
+        self._begin(compiled, [0] * _DIGESTS, (1, 1, 1))
+        self._rows.begun()
 
-    def __call__(self, moves, places):
+    def seal(self, moves, places):
         moved = MoveRows(len(moves))
-        for source, tokens, target, others, page_tokens in moves:
-            froms, tos = told(tokens, source.device), told(others, target.device)
-            if len(froms) != len(tos):
-                raise ValueError(f"digests of {len(froms)} pages to {len(tos)}")
-            moved.add(source.rows, page_tokens, side(source), froms, side(target), tos)
-        rows, listed, longest = list[int](), list[int](), 0
-        for space, tokens, page_tokens, out in places:
-            pages = told(tokens, out.device)
-            rows += (self._spaces.firsts[space], self._spaces.counts[space], page_tokens, out.columns)
-            rows += (out.address, out.row_bytes, len(places) * _SEAL + len(listed), len(pages))
-            listed += pages
-            longest = max(longest, len(pages))
-        if longest or moved.longest:
-            self._begin(moved, [*rows, *listed], longest, len(places), moves, places)
+        moved.add_moves(moves)
+        listed = [
+            (space, page_tokens, out.columns, out.row_bytes, 1, out.address, told(tokens, out.device))
+            for space, tokens, page_tokens, out in places
+        ]
+        sealed, grid = self._numbers(listed)
+        if moved.longest or grid[2]:
+            self._begin(moved, sealed, grid, moves, places)
+            self._rows.begun()
 
-    def _begin(self, moved, sealed, longest, number, *kept):
+    def move(self, moves, reads):
+        listed = told_of(reads)
+        memory, address = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
+        moved = MoveRows(len(moves) + len(reads))
+        moved.add_moves(moves)
+        moved.add_reads(listed, address)
+        self._begin(moved, [], (0, 0, 0), memory, moves, reads)
+        return memory, self._rows.begun()
+
+    def digests(self, parts):
+        listed = [(space, told(tokens, self._spaces.device), page_tokens) for space, tokens, page_tokens in parts]
+        memory, numbers, grid = self._digests(listed)
+        self._launch(grid, *self._rows.put(numbers, memory, parts))
+        return memory, self._rows.begun()
+
+    def _begin(self, moved, sealed, grid, *kept):
         behind = len(moved.numbers) + len(moved.numbers) % 2  # at 16 B, as kernels expect it
         stream, rows = self._rows.put([*moved.numbers, *[0] * (behind - len(moved.numbers)), *sealed], *kept)
         moved.launch(self._spaces.device, stream, rows)
-        if longest:
-            of = self._spaces
-            _seal((longest, self._most, number), of.device, stream, of.table, of.multipliers, rows[behind:])
-        self._rows.begun()
+        self._launch(grid, stream, rows[behind:])

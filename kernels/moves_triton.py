@@ -68,6 +68,20 @@ class MoveRows:
         self._number += 1
         self.longest, self._buffers = max(self.longest, len(pages)), max(self._buffers, buffers)
 
+    def add_moves(self, moves):
+        for source, tokens, target, others, page_tokens in moves:
+            froms, tos = told(tokens, source.device), told(others, target.device)
+            if len(froms) != len(tos):
+                raise ValueError(f"digests of {len(froms)} pages to {len(tos)}")
+            self.add(source.rows, page_tokens, _side(source), froms, _side(target), tos)
+
+    def add_reads(self, listed, address):
+        """Of `told_of` reads, to memory that begins there."""
+        for table, pages, page_tokens in listed:
+            size = len(pages)
+            self.add(table.rows, page_tokens, _side(table), pages, (address, 8 * size, size))
+            address += 8 * table.rows * size
+
     def launch(self, device, stream, rows):
         """`rows`: where the numbers are by now."""
         if self.longest:
@@ -84,6 +98,10 @@ def told(tokens, device):
     return [~token if token >= 0 else ~_NO_TOKEN for token in tokens]
 
 
+def told_of(reads):
+    return [(table, told(tokens, table.device), page_tokens) for table, tokens, page_tokens in reads]
+
+
 class ReaderTriton:
     """`buffers.ReaderTorch`, in one launch on `stream` (None: the current one), into pinned host memory."""
 
@@ -96,12 +114,10 @@ class ReaderTriton:
         self._launch(compiled)
 
     def pages(self, reads):
-        listed = [(table, told(tokens, table.device), page_tokens) for table, tokens, page_tokens in reads]
-        memory, place = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
+        listed = told_of(reads)
+        memory, address = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
         moves = MoveRows(len(listed))
-        for table, pages, page_tokens in listed:
-            moves.add(table.rows, page_tokens, side(table), pages, (place, 8 * len(pages), len(pages)))
-            place += 8 * table.rows * len(pages)
+        moves.add_reads(listed, address)
         return memory, self._launch(moves, memory, reads)
 
     def tokens(self, listed):
@@ -118,5 +134,5 @@ class ReaderTriton:
         return self._rows.begun()
 
 
-def side(table):
+def _side(table):
     return table.address, table.row_bytes, table.columns

@@ -129,16 +129,18 @@ def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None)
     return lambda parts: (buffers.digest_parts_torch(spaces, parts), None)
 
 
-def seal(spaces: buffers.SpaceBuffers) -> buffers.Seal:
-    """What seals pages: on a GPU in stream order. Compiles there. Not to be called by two threads at once.
+def sealer(spaces: buffers.SpaceBuffers) -> buffers.Sealer:
+    """What seals pages: on a GPU in the order of the stream that is current. Compiles there. Not to be called by two
+    threads at once.
 
-    What a call is told lives until the device has read it, but for what digests are taken of, from and to.
+    What a call is told, and what it returns, lives until the device has read and written it, wanted or not; but for
+    what digests are taken of, from and to.
     """
     if spaces.device.type == "cuda":
-        from dsv4ctl.kernels.digest_rows_triton import SealTriton
+        from dsv4ctl.kernels.digest_rows_triton import SealerTriton
 
-        return SealTriton(spaces)
-    return lambda moves, places: buffers.seal_torch(spaces, moves, places)
+        return SealerTriton(spaces)
+    return buffers.SealerTorch(spaces)
 
 
 def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buffers.Reader:

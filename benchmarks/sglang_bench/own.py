@@ -57,7 +57,7 @@ def _beneath_stock(own: Own) -> None:
 
     Rooms.trailer = own.timed("trailer", "plain", Rooms.trailer)  # type: ignore[method-assign]
     rooms_decode.with_trailer = own.timed("with_trailer", "plain", rooms_decode.with_trailer)
-    sender.Chunks.put = own.timed("Chunks.put", "plain", sender.Chunks.put)  # type: ignore[method-assign]
+    sender.Chunks.queued = own.timed("Chunks.queued", "plain", sender.Chunks.queued)  # type: ignore[method-assign]
 
 
 class Own:

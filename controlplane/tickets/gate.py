@@ -65,8 +65,9 @@ class Gate:
             self._copies_held = Guard.HOLD not in self._off
             self._changed.notify_all()
 
-    def guarded(self, guard: Guard) -> bool:
-        return guard not in self._off
+    def guarded(self, *guards: Guard) -> bool:
+        """None of them is off."""
+        return self._off.isdisjoint(guards)
 
     # ---- pages ---------------------------------------------------------------------------------------
     # What the ledger refuses is no event: a call is traced once it succeeded.

@@ -46,7 +46,7 @@ class Check:
 
 class _Space:
     """The buffers of one space. In `sealed` row b, column p is what buffer b of page p has to be; `on_host`: the same
-    on the host; `loaded`: what it was behind its last load.
+    on the host.
     """
 
     def __init__(self, number: int, group: Group, pages: int, host_pages: int, page_tokens: int) -> None:
@@ -55,9 +55,9 @@ class _Space:
         self.pools = [PageBuffers(buffers) for _, buffers in group.values()]
         self.device = self.pools[0].device
         self.page_tokens = page_tokens
-        self.sealed, self.on_host, self.loaded = (
+        self.sealed, self.on_host = (
             Table(torch.zeros((len(self.names), number), dtype=torch.int64, device=self.device))
-            for number in (pages, host_pages, pages if host_pages else 0)
+            for number in (pages, host_pages)
         )
 
 
@@ -77,9 +77,8 @@ class PageDigests:
         self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
         self._backups: list[Pages] = []  #: whose digests are not noted yet
         self._digest_parts = ops.digest_parts(self._buffers, self._beside)
-        self._seal = ops.seal(self._buffers)
+        self._sealer = ops.sealer(self._buffers)
         self._reader = ops.reader(self._device, self._beside)
-        self._reader_here = ops.reader(self._device)
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
@@ -116,7 +115,7 @@ class PageDigests:
             for name, tokens, at in written
             if (space := self.spaces.get(name)) is not None
         ]
-        self._seal(self._note_backups(), places)
+        self._sealer.seal(self._note_backups(), places)
 
     def backed_up(self, copies: Iterable[Pages]) -> None:
         """What these pages of the device are, their pages of the host will be: noted with the next seal or load."""
@@ -128,7 +127,7 @@ class PageDigests:
         if _fill_apart(backups):
             return self._moves(backups)
         for backup in backups[:-1]:
-            self._seal(self._moves([backup]), ())
+            self._sealer.seal(self._moves([backup]), ())
         return self._moves(backups[-1:])
 
     def _moves(self, backups: Sequence[Pages]) -> Moves:
@@ -141,7 +140,7 @@ class PageDigests:
 
     def loaded(self, copies: Sequence[Pages]) -> Noted | None:
         """What the pages will have to be once these loads are in place, copies. On the stream of the forwards."""
-        self._seal(self._note_backups(), ())
+        self._sealer.seal(self._note_backups(), ())
         loads = [
             (space, *sides)
             for name, space in self.spaces.items()
@@ -151,16 +150,13 @@ class PageDigests:
         if not loads:
             return None
         moves = [(space.on_host, host, space.sealed, device, space.page_tokens) for space, device, host in loads]
-        self._seal(moves, ())
-        expected = self._reader_here.pages([(space.on_host, host, space.page_tokens) for space, _, host in loads])
-        return Noted([(space, device) for space, device, _ in loads], Fetched(*expected))
+        reads = [(space.on_host, host, space.page_tokens) for space, _, host in loads]
+        return Noted([(space, device) for space, device, _ in loads], Fetched(*self._sealer.move(moves, reads)))
 
     def compare(self, noted: Noted) -> Check:
         """Starts to compute what the pages are now. On the stream of the load."""
-        places = [(space.number, device, space.page_tokens, space.loaded) for space, device in noted.pages]
-        self._seal((), places)
-        found = self._reader_here.pages([(space.loaded, device, space.page_tokens) for space, device in noted.pages])
-        return Check(noted, Fetched(*found))
+        pages = [(space.number, device, space.page_tokens) for space, device in noted.pages]
+        return Check(noted, Fetched(*self._sealer.digests(pages)))
 
     def mismatches(self, found: Digests, sealed: Digests, pages: Mapping[str, int]) -> list[tuple[str, int, int]]:
         """(pool, layer, logical page) of every difference; `pages`: how many of each space."""

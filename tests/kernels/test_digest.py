@@ -9,9 +9,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import digest_rows_triton, launch_triton, ops
-from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Parts, Places, SpaceBuffers, Table, digest_parts_torch
+from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Parts, Places, SpaceBuffers, Table, Tokens, digest_parts_torch
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
+from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealerTriton
 from dsv4ctl.kernels.digest_triton import digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
@@ -100,8 +100,8 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, da
         ]
 
     triton, plain = places(), places()
-    SealTriton(spaces)((), triton)
-    ops.seal(spaces)((), plain)
+    SealerTriton(spaces).seal((), triton)
+    ops.sealer(spaces).seal((), plain)
     for (space, (listed, at), _, out), (*_, other) in zip(triton, plain, strict=True):
         expected = torch.full_like(out.numbers, -1)
         found = sorted({int(listed[one]) // 3 for one in at})
@@ -110,14 +110,36 @@ def test_digests_of_any_pages_go_where_their_places_are(spaces: SpaceBuffers, da
         assert out.numbers.tolist() == other.numbers.tolist() == expected.tolist()
 
 
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(SPACES, st.data())
+def test_digests_of_any_pages_as_they_are_now(spaces: SpaceBuffers, data: st.DataObject) -> None:
+    def drawn() -> tuple[tuple[int, Tokens, int], list[int]]:
+        """A part, and its pages: -1 is none."""
+        pages = data.draw(st.lists(st.integers(-1, 4), max_size=20))
+        tokens = [page * 3 + data.draw(st.integers(0, 2)) if page >= 0 else -1 for page in pages]
+        space = data.draw(st.sampled_from(range(len(spaces.pools))))
+        there = Firsts(torch.tensor([0, *tokens]), range(1, len(tokens) + 1))
+        return (space, data.draw(st.sampled_from([tokens, there])), 3), [page if page < 4 else -1 for page in pages]
+
+    parts = [drawn() for _ in range(data.draw(st.integers(0, 3)))]
+    expected = []
+    for (space, *_), pages in parts:
+        values = np.array(by_numpy(spaces, [(space, [max(page, 0) for page in pages])]), dtype=np.uint64)
+        expected += np.where(np.array(pages * spaces.counts[space]) < 0, 0, values).tolist()
+    for sealer in (SealerTriton(spaces), ops.sealer(spaces)):
+        values, there = sealer.digests([part for part, _ in parts])
+        assert values.tolist() == expected
+        assert there is None
+
+
 def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
     spaces = SpaceBuffers([[pool(3, 2, 5)]])
     expected = torch.full((4, 4), -1)
     values = by_numpy(spaces, [(0, [2])])
     expected[1:3, 2] = torch.from_numpy(np.array(values, dtype=np.uint64).view(np.int64))
-    for seal in (SealTriton(spaces), ops.seal(spaces)):
+    for sealer in (SealerTriton(spaces), ops.sealer(spaces)):
         memory = torch.full((4, 4), -1)  # the rows of two buffers, and what lies around them
-        seal((), [(0, Firsts(torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2]), 9, Table(memory[1:3]))])
+        sealer.seal((), [(0, Firsts(torch.tensor([-1, 4 * 9, 2 * 9 + 8]), [0, 1, 2]), 9, Table(memory[1:3]))])
         assert memory.tolist() == expected.tolist()
 
 
@@ -131,8 +153,8 @@ def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
         started.append(grid)
         kernel(grid, *arguments)
 
-    kernel = digest_rows_triton._digest_lists
-    monkeypatch.setattr(digest_rows_triton, "_digest_lists", start)
+    kernel = digest_rows_triton._digest_rows
+    monkeypatch.setattr(digest_rows_triton, "_digest_rows", start)
     assert digest_parts(parts)[0].tolist() == by_numpy(spaces, parts)
     assert digest_parts([(1, [2, 1])])[0].tolist() == by_numpy(spaces, [(1, [2, 1])])
     assert digest_parts([(0, ())])[0].tolist() == []
@@ -154,7 +176,7 @@ def test_each_page_of_a_long_list_goes_to_its_place() -> None:
     spaces = SpaceBuffers([[PageBuffers([torch.arange(50 * 8, dtype=torch.int32).view(torch.uint8).view(50, 32)] * 2)]])
     pages = torch.randperm(50, generator=torch.Generator().manual_seed(1))[:37]
     out = torch.full((2, 50), -1)
-    SealTriton(spaces)(
+    SealerTriton(spaces).seal(
         (), [(0, Firsts(pages, range(2)), 1, Table(out)), (0, Firsts(pages, range(2, 37)), 1, Table(out))]
     )
     expected = torch.full((2, 50), -1)

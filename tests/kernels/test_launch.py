@@ -16,7 +16,7 @@ import torch
 from dsv4ctl.kernels import launch_triton
 from dsv4ctl.kernels.buffers import Firsts, PageBuffers, SpaceBuffers, Table
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealTriton
+from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealerTriton
 from dsv4ctl.kernels.launch_triton import Kernel, Rows
 from dsv4ctl.kernels.moves_triton import ReaderTriton
 
@@ -231,19 +231,39 @@ def test_what_is_read_stays_until_it_was(pages: int, what: str, monkeypatch: pyt
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("pages", [1, 2, 5])
 def test_tokens_of_a_seal_stay_until_they_were_read(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = SealTriton(four_pages())
-    device = Device(seal._rows, monkeypatch)
+    sealer = SealerTriton(four_pages())
+    device = Device(sealer._rows, monkeypatch)
     expected = np.array(digests(), dtype=np.uint64).view(np.int64).tolist()
 
     def sealed(at: int) -> tuple[torch.Tensor, torch.Tensor]:
         table, kept = Table(torch.full((1, 4), -at)), torch.zeros(1, pages, dtype=torch.int64)
         froms, here = (Firsts(torch.tensor([at % 4] * pages), range(pages)) for _ in range(2))
-        seal([(table, froms, Table(kept), range(pages), 1)], [(0, here, 1, table)])
+        sealer.seal([(table, froms, Table(kept), range(pages), 1)], [(0, here, 1, table)])
         return table.numbers, kept
 
     for at, (table, kept) in enumerate(in_turn(device, sealed)):
         assert kept.tolist() == [[-at] * pages]
         assert table.tolist() == [[expected[page] if page == at % 4 else -at for page in range(4)]]
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize("pages", [1, 7, 8])
+def test_what_a_load_has_to_be_and_is_stays_until_it_was_told(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    sealer = SealerTriton(four_pages())
+    device = Device(sealer._rows, monkeypatch)
+
+    def noted(at: int) -> Any:
+        tokens = Firsts(torch.tensor([at % 4] * pages), range(pages))
+        return sealer.move((), [(Table(torch.arange(at, at + 4)), tokens, 1)])[0]
+
+    def found(at: int) -> Any:
+        return sealer.digests([(0, Firsts(torch.tensor([at % 4] * pages), range(pages)), 1)])[0]
+
+    assert [one.tolist() for one in in_turn(device, noted)] == [[at + at % 4] * pages for at in range(16)]
+    device.events.clear()
+    sealer._rows._slots.clear()
+    assert [one.tolist() for one in in_turn(device, found)] == [[digests()[at % 4]] * pages for at in range(16)]
+    in_turn(device, lambda at: found(at) is None)
 
 
 def test_what_was_over_stays_so_when_its_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,15 +10,14 @@ from dsv4ctl.kernels import ops
 from dsv4ctl.kernels.buffers import (
     Firsts,
     PageBuffers,
-    Seal,
+    Sealer,
     SpaceBuffers,
     Table,
     Tokens,
     check_numbers,
-    seal_torch,
 )
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import SealTriton
+from dsv4ctl.kernels.digest_rows_triton import SealerTriton
 from dsv4ctl.kernels.moves_triton import ReaderTriton
 
 CPU = torch.device("cpu")
@@ -30,9 +29,9 @@ def spaces() -> SpaceBuffers:
     return SpaceBuffers([[PageBuffers([pages, pages.flip(0)])], [PageBuffers([pages[:, :8].contiguous()])]])
 
 
-def seals() -> list[Seal]:
+def sealers() -> list[Sealer]:
     there = spaces()
-    return [SealTriton(there), lambda moves, places: seal_torch(there, moves, places)]
+    return [SealerTriton(there), ops.sealer(there)]
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -59,10 +58,10 @@ def test_digests_of_any_pages_go_with_them(data: st.DataObject) -> None:
         expected.append(torch.zeros_like(source))
         for page, to in zip(froms, tos, strict=True):
             expected[-1][:, to] = source[:, page]
-    for seal in seals():
+    for sealer in sealers():
         for _, _, target, _, _ in moves:
             target.numbers.zero_()
-        seal(moves, ())
+        sealer.seal(moves, ())
         assert [target.numbers.tolist() for _, _, target, _, _ in moves] == [one.tolist() for one in expected]
 
 
@@ -74,19 +73,19 @@ def test_digests_of_what_is_no_page_stay_where_they_are(there: bool) -> None:
     def told(tokens: list[int]) -> Firsts | list[int]:
         return Firsts(torch.tensor(tokens), range(len(tokens))) if there else tokens
 
-    for seal in seals():
+    for sealer in sealers():
         whole.zero_()
-        seal([(source, told(froms), Table(whole[1:3]), told(tos), 4)], ())
+        sealer.seal([(source, told(froms), Table(whole[1:3]), told(tos), 4)], ())
         assert whole.tolist() == [[0, 0, 0], [0, 1, 2], [0, 5, 6], [0, 0, 0]]
 
 
 @pytest.mark.parametrize("pages", [1, 2, 300])  # of 300 the numbers are copied
 def test_digests_move_before_their_page_is_sealed_anew(pages: int) -> None:
     expected = digest_numpy(spaces().pools[0][0].layers[0].numpy()).view(np.int64).tolist()
-    for seal in seals():
+    for sealer in sealers():
         sealed, kept = torch.arange(8).view(2, 4), torch.zeros(2, pages, dtype=torch.int64)
         tokens, table = Firsts(torch.tensor([2] * pages), range(pages)), Table(sealed)
-        seal([(table, tokens, Table(kept), range(pages), 1)], [(0, tokens, 1, table)])
+        sealer.seal([(table, tokens, Table(kept), range(pages), 1)], [(0, tokens, 1, table)])
         assert kept.tolist() == [[2] * pages, [6] * pages]
         assert sealed[0].tolist() == [0, 1, expected[2], 3]
 
@@ -94,12 +93,12 @@ def test_digests_move_before_their_page_is_sealed_anew(pages: int) -> None:
 @pytest.mark.parametrize("numbers", [torch.tensor([0, 1], dtype=torch.int32), torch.arange(4)[::2]])
 def test_numbers_of_other_kinds_are_refused(numbers: torch.Tensor) -> None:
     table, tokens = Table(torch.zeros(2, 4, dtype=torch.int64)), Firsts(numbers, [0, 1])
-    for seal in seals():
+    for sealer in sealers():
         with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
-            seal((), [(0, tokens, 1, table)])
+            sealer.seal((), [(0, tokens, 1, table)])
         for both in ((tokens, [0, 1]), ([0, 1], tokens)):
             with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
-                seal([(table, both[0], table, both[1], 1)], ())
+                sealer.seal([(table, both[0], table, both[1], 1)], ())
     for reader in (ReaderTriton(CPU), ops.reader(CPU)):
         with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
             reader.pages([(table, tokens, 1)])
@@ -143,6 +142,27 @@ def test_of_what_is_no_page_nothing_is_read(there: bool) -> None:
             assert reader.pages([(Table(torch.zeros(1, 0, dtype=torch.int64)), tokens, 2)])[0].tolist() == [0] * 7
 
 
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(st.data())
+def test_digests_are_moved_and_others_read_at_once(data: st.DataObject) -> None:
+    number = st.integers(0, 3)
+    for sealer in sealers():
+        source, target = (torch.arange(at, at + 8).view(2, 4) for at in (0, 100))
+        moves, reads, expected, after = [], [], list[int](), target.clone()
+        for to in data.draw(st.permutations(range(4)))[: data.draw(number)]:
+            one = data.draw(number)
+            moves.append((Table(source), [one * 5], Table(target), [to * 5 + 4], 5))
+            after[:, to] = source[:, one]
+        for _ in range(data.draw(number)):
+            pages = data.draw(st.lists(number, max_size=3))
+            reads.append((Table(source), [page * 2 + 1 for page in pages], 2))
+            expected += source[:, pages].reshape(-1).tolist()
+        values, there = sealer.move(moves, reads)
+        assert values.tolist() == expected
+        assert target.tolist() == after.tolist()
+        assert there is None
+
+
 def test_one_number_is_contiguous_wherever_it_is_from() -> None:
     check_numbers(torch.arange(512)[::256][:1])
     check_numbers(torch.zeros(4, 0, dtype=torch.int64))
@@ -150,8 +170,10 @@ def test_one_number_is_contiguous_wherever_it_is_from() -> None:
 
 def test_digests_go_to_as_many_pages() -> None:
     table = Table(torch.zeros(2, 4, dtype=torch.int64))
-    with pytest.raises(ValueError, match="digests of 2 pages to 1"):
-        SealTriton(spaces())([(table, [0, 1], table, [2], 1)], ())
+    for sealer in sealers():
+        for move in (sealer.seal, sealer.move):
+            with pytest.raises(ValueError, match="digests of 2 pages to 1"):
+                move([(table, [0, 1], table, [2], 1)], ())
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -177,8 +199,8 @@ def test_what_was_read_stays_when_more_is_read() -> None:
 
 
 def test_nothing_to_seal_is_no_launch(monkeypatch: pytest.MonkeyPatch) -> None:
-    seal = SealTriton(spaces())
-    monkeypatch.setattr(seal, "_rows", None)
+    sealer = SealerTriton(spaces())
+    monkeypatch.setattr(sealer, "_rows", None)
     table = Table(torch.zeros(2, 4, dtype=torch.int64))
-    seal((), ())
-    seal([(table, [], table, [], 1)], [(0, Firsts(torch.tensor([1]), []), 1, table)])
+    sealer.seal((), ())
+    sealer.seal([(table, [], table, [], 1)], [(0, Firsts(torch.tensor([1]), []), 1, table)])

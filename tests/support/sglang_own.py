@@ -58,7 +58,7 @@ def main(release: str, folder: str) -> None:
                 with suppress(AttributeError):
                     target(scheduler, None, None)
     over.set()
-    timed = [hasattr(one, "__wrapped__") for one in (Rooms.trailer, rooms_decode.with_trailer, sender.Chunks.put)]
+    timed = [hasattr(one, "__wrapped__") for one in (Rooms.trailer, rooms_decode.with_trailer, sender.Chunks.queued)]
     problems = verify.problems(functions, sys.modules)
     print(json.dumps({"elsewhere": elsewhere, "problems": problems, "turns": turns, "timed": timed}))
 

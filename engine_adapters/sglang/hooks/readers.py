@@ -14,7 +14,7 @@ _GUARDS = (Guard.ATTENTION, Guard.INDEXER, Guard.COMPRESSOR)
 
 def before_replay(here: rank.Rank) -> None:
     """A captured prefill runs no accessor when it is replayed: its stream waits for whole loads before it begins."""
-    if not here.copies.loads or not all(here.gate.guarded(guard) for guard in _GUARDS):
+    if not here.copies.loads or not here.gate.guarded(*_GUARDS):
         return
     config = getattr(here.scheduler.server_args, "cuda_graph_config", None)
     if config is None or str(getattr(config.prefill.backend, "value", config.prefill.backend)) != "disabled":
@@ -31,7 +31,7 @@ def wait_layer_transfer(stock: Any, pool: Any, layer_id: int) -> Any:
     here = rank.here()
     if here is None or not here.copies.loads:
         return stock(pool, layer_id)
-    if not all(here.gate.guarded(guard) for guard in _GUARDS):
+    if not here.gate.guarded(*_GUARDS):
         return None
     counter = pool.layer_transfer_counter
     if counter is not None and counter.consumer_index >= 0:

@@ -86,7 +86,13 @@ class Chunks:
         self._puts = self._gets = 0  #: each counted by one thread
 
     def put(self, chunk: Any) -> None:
-        """On the scheduler's thread. A chunk is of the generation that lives when SGLang queues it."""
+        """On the scheduler's thread."""
+        self.queued(chunk)
+        self._put(chunk)
+        self._puts += 1
+
+    def queued(self, chunk: Any) -> None:
+        """SGLang queues a chunk now: it is of the generation that lives."""
         room = self._here.rooms.find(chunk.room)
         chunk.dsv4ctl_key = None if room is None else room.key
         if room is not None:
@@ -95,8 +101,6 @@ class Chunks:
             if chunk.is_last_chunk and self._here.digests is not None:
                 room.sealed = self._here.digests.sealed(room.source)
                 self._here.rooms.tell_digests(room)
-        self._put(chunk)
-        self._puts += 1
 
     def _pages(self, chunk: Any) -> dict[str, tuple[int, ...]]:
         """What is read for this chunk, by space."""

@@ -37,8 +37,12 @@ def _noted_on(made: World) -> list[Any]:
     """The streams on which digests of copies will have been noted."""
     streams: list[Any] = []
     digests = made.rank.digests
-    seal = digests._seal
-    digests._seal = lambda moves, places: streams.append(made.device.current) or seal(moves, places)
+    sealer = digests._sealer
+
+    def beside(call: Any) -> Any:
+        return lambda *what: streams.append(made.device.current) or call(*what)
+
+    digests._sealer = SimpleNamespace(**{name: beside(getattr(sealer, name)) for name in ("seal", "move", "digests")})
     return streams
 
 
@@ -73,8 +77,9 @@ def of_two_backups_to_one_host_page_the_last_is_noted(_: bool) -> None:
     sealed = made.rank.digests.spaces["full"].sealed.numbers.clone()
     for device, host in ((10, 1), (10, 0), (11, 0)):
         made.back_up(device, host)
-    seal, together = made.rank.digests._seal, []
-    made.rank.digests._seal = lambda moves, places: together.append(len(moves)) or seal(moves, places)
+    sealer, together = made.rank.digests._sealer, []
+    seal = lambda moves, places: together.append(len(moves)) or sealer.seal(moves, places)  # noqa: E731
+    made.rank.digests._sealer = SimpleNamespace(seal=seal)
     made.compute(12)
     assert together == [1, 1, 1]
     assert made.rank.digests.spaces["full"].on_host.numbers[:, [0, 1]].tolist() == sealed[:, [11, 10]].tolist()
