@@ -59,16 +59,17 @@ class _Digester:
         """
         number = sum(-(-len(pages) // _AT_ONCE) for *_, pages in listed)
         rows, named, longest = list[int](), list[int](), 0
+        begin = number * _DIGESTS
         for space, page_tokens, columns, row_bytes, by_number, address, pages in listed:
-            buffers = self._spaces.firsts[space], self._spaces.counts[space]
+            row = self._spaces.firsts[space], self._spaces.counts[space], page_tokens, columns, row_bytes, by_number
             for at in range(0, len(pages), _AT_ONCE):
-                each = pages[at : at + _AT_ONCE]
-                place = address if by_number else address + 8 * at
-                begin = number * _DIGESTS + len(named)
-                rows += (*buffers, page_tokens, columns, row_bytes, by_number, place, begin, len(each))
-                named += each
-                longest = max(longest, len(each))
-        return [*rows, *named], (longest, self._most, number)
+                size = min(len(pages) - at, _AT_ONCE)
+                rows += (*row, address if by_number else address + 8 * at, begin + at, size)
+                if size > longest:
+                    longest = size
+            begin += len(pages)
+            named += pages
+        return rows + named, (longest, self._most, number)
 
     def _launch(self, grid, stream, rows):
         if grid[2]:
@@ -99,7 +100,7 @@ class PartsTriton(_Digester):
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        memory, numbers, grid = self._digests([(space, told(pages, None), 1) for space, pages in parts])
+        memory, numbers, grid = self._digests([(space, [~page for page in pages], 1) for space, pages in parts])
         self._launch(grid, *self._rows.put(numbers, memory))
         return memory, self._rows.begun()
 
