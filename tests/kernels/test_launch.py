@@ -260,6 +260,7 @@ def test_what_a_load_has_to_be_and_is_stays_until_it_was_told(pages: int, monkey
         return sealer.digests([(0, Firsts(torch.tensor([at % 4] * pages), range(pages)), 1)])[0]
 
     assert [one.tolist() for one in in_turn(device, noted)] == [[at + at % 4] * pages for at in range(16)]
+    in_turn(device, lambda at: noted(at) is None)  # nobody keeps it
     device.events.clear()
     sealer._rows._slots.clear()
     assert [one.tolist() for one in in_turn(device, found)] == [[digests()[at % 4]] * pages for at in range(16)]
