@@ -19,7 +19,7 @@ class Event(Protocol):
 
 
 class PageBuffers:
-    """Buffers [pages, page_bytes], contiguous, of one page size, on one device. `pointers`: where they begin, int64."""
+    """Buffers [pages, page_bytes], contiguous, of one page size, on one device."""
 
     def __init__(self, buffers: Sequence[torch.Tensor]) -> None:
         self.layers = [buffer.view(torch.uint8) for buffer in buffers]
@@ -30,7 +30,6 @@ class PageBuffers:
         digest.check_pages(2, self.page_bytes)
         self.device = self.layers[0].device
         self.addresses = [layer.data_ptr() for layer in self.layers]
-        self.pointers = torch.tensor(self.addresses, dtype=torch.int64).to(self.device)
 
 
 class SpaceBuffers:
@@ -115,12 +114,6 @@ class Reader(Protocol):
         """The tokens themselves."""
 
 
-def digest_buffers_torch(buffers: PageBuffers, pages: torch.Tensor) -> torch.Tensor:
-    """Digests of `pages` int [n]: int64 [buffers, n], the bits of `digest.digest_torch`."""
-    rows = [digest.digest_torch(layer[pages.long()]) for layer in buffers.layers]
-    return torch.stack([torch.from_numpy(row.view("int64")) for row in rows]).to(buffers.device)
-
-
 def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
     """Digests of at least one part, [buffers, pages] of each one after another: flat."""
     found = [_digest_space_torch(spaces, space, torch.tensor(pages, dtype=torch.int64)) for space, pages in parts]
@@ -201,4 +194,6 @@ def check_numbers(numbers: torch.Tensor, device: torch.device | None = None) -> 
 
 
 def _digest_space_torch(spaces: SpaceBuffers, space: int, pages: torch.Tensor) -> torch.Tensor:
-    return torch.cat([digest_buffers_torch(buffers, pages) for buffers in spaces.pools[space]])
+    layers = [layer for buffers in spaces.pools[space] for layer in buffers.layers]
+    digests = [digest.digest_torch(layer[pages]) for layer in layers]
+    return torch.stack([torch.from_numpy(row.view("int64")) for row in digests])

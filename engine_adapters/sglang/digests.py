@@ -1,8 +1,7 @@
 """Page digests of one rank: taken when a page was computed, kept with its device and its host copy, checked at the end.
 
-What pages have to be lies on the device and changes in stream order only: no call here waits for the device, but
-`landed` does while its last eight calls are all under way. A buffer is one (pool, layer) of everything that a room is
-sent by.
+What pages have to be lies on the device and changes in stream order only: no call here waits for the device. A buffer
+is one (pool, layer) of everything that a room is sent by.
 """
 
 from __future__ import annotations
