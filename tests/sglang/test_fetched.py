@@ -6,6 +6,7 @@ from typing import Any
 import numpy as np
 import torch
 
+from dsv4ctl.engine_adapters.sglang.digests import Check, Noted
 from dsv4ctl.engine_adapters.sglang.fetched import Fetched
 from dsv4ctl.engine_adapters.sglang.loads import Pages
 from dsv4ctl.kernels.buffers import Firsts
@@ -63,3 +64,21 @@ def test_pages_of_a_copy_are_known_once_their_tokens_were_read() -> None:
     assert pages.get() == {"full": ((7, 2), (0, 1)), "swa": ((5,), (9,))}
     assert pages.ready()
     assert event.waited == 1
+
+
+def test_a_check_is_known_once_both_sides_are() -> None:
+    def fetched(values: list[int]) -> tuple[Fetched, Event]:
+        event = Event()
+        return Fetched(np.array(values, dtype=np.uint64), event), event
+
+    (expected, noted), (found, computed) = fetched([1, 2, 3, 0]), fetched([1, 5, 3, 4])
+    check = Check(Noted((), expected), found)
+    assert not check.ready()
+    noted.over = True
+    assert not check.ready()
+    noted.over, computed.over = False, True
+    early, late = fetched([1]), fetched([1])
+    late[1].over = True
+    assert not Check(Noted((), early[0]), late[0]).ready()
+    assert check.ready()
+    assert check.differences() == 2

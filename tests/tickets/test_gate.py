@@ -135,6 +135,8 @@ def test_with_its_guard_off_a_read_does_not_wait_and_is_recorded(gate: SmallGate
     read = gate.trace.events()[-1]
     assert (read.where, read.note) == (("index_k", 2, ticket.extents), 1)
     assert gate.guarded(Guard.ATTENTION)
+    assert gate.guarded(Guard.ATTENTION, Guard.COMPRESSOR)
+    assert not gate.guarded(Guard.ATTENTION, Guard.INDEXER)
     with pytest.raises(TicketTimeoutError):
         gate.read(gate.request(Consumer.ATTENTION, load.extents), "c4_kv", 2, deadline=0.01)
 
