@@ -1,4 +1,4 @@
-"""Digests of pages that lie in several buffers (one a layer, allocated apart), in one launch."""
+"""Pages that lie in several buffers (one a layer, allocated apart), and what is asked of their digests."""
 
 from __future__ import annotations
 
@@ -54,9 +54,9 @@ class SpaceBuffers:
 
 #: Flat, on the host; and the event after which they are there, None if they are already.
 Found = tuple[digest.Digests, Event | None]
-#: Of one of the spaces pages by their numbers, which it has.
+#: Of one of the spaces pages by their numbers.
 Parts = Sequence[tuple[int, Sequence[int]]]
-#: Digests of at least one part, [buffers, pages] of each one after another.
+#: Digests of at least one part, [buffers, pages] of each one after another; 0 of what is no page.
 DigestParts = Callable[[Parts], Found]
 
 
@@ -115,9 +115,7 @@ class Reader(Protocol):
 
 
 def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
-    """Digests of at least one part, [buffers, pages] of each one after another: flat."""
-    found = [_digest_space_torch(spaces, space, torch.tensor(pages, dtype=torch.int64)) for space, pages in parts]
-    return torch.cat([each.reshape(-1) for each in found]).numpy().view("uint64")
+    return SealerTorch(spaces).digests([(space, pages, 1) for space, pages in parts])[0]
 
 
 class SealerTorch:

@@ -100,7 +100,7 @@ class PartsTriton(_Digester):
 
     def __call__(self, parts):
         """Digests of at least one part, and the event after which they are there, None if they are already."""
-        memory, numbers, grid = self._digests([(space, [~page for page in pages], 1) for space, pages in parts])
+        memory, numbers, grid = self._digests([(space, told(pages, self._spaces.device), 1) for space, pages in parts])
         self._launch(grid, *self._rows.put(numbers, memory))
         return memory, self._rows.begun()
 
@@ -110,6 +110,7 @@ class SealerTriton(_Digester):
 
     def __init__(self, spaces):
         super().__init__(spaces)
+        self._now = Rows(spaces.device)  #: on streams of loads, which may take long
         compiled = MoveRows(1)
         compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
         self._begin(compiled, [0] * _DIGESTS, (1, 1, 1))
@@ -139,8 +140,8 @@ class SealerTriton(_Digester):
     def digests(self, parts):
         listed = [(space, told(tokens, self._spaces.device), page_tokens) for space, tokens, page_tokens in parts]
         memory, numbers, grid = self._digests(listed)
-        self._launch(grid, *self._rows.put(numbers, memory, parts))
-        return memory, self._rows.begun()
+        self._launch(grid, *self._now.put(numbers, memory, parts))
+        return memory, self._now.begun()
 
     def _begin(self, moved, sealed, grid, *kept):
         behind = len(moved.numbers) + len(moved.numbers) % 2  # at 16 B, as kernels expect it

@@ -70,6 +70,13 @@ def test_pages_of_any_sizes_in_one_launch(spaces: SpaceBuffers, data: st.DataObj
     assert digest_parts_torch(spaces, parts).tolist() == expected
 
 
+def test_what_is_no_page_has_no_digest() -> None:
+    spaces = SpaceBuffers([[pool(3, 2, 5)]])
+    digest, other = by_numpy(spaces, [(0, [2])])
+    for digest_parts in (PartsTriton(spaces, None), ops.digest_parts(spaces, None)):
+        assert digest_parts([(0, [-1, 2, 4, 1 << 40])])[0].tolist() == [0, digest, 0, 0, 0, other, 0, 0]
+
+
 def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
     spaces = SpaceBuffers([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
     parts = [(0, [2]), (1, [3, 0]), (0, [])]

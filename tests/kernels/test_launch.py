@@ -21,6 +21,7 @@ from dsv4ctl.kernels.launch_triton import Kernel, Rows
 from dsv4ctl.kernels.moves_triton import ReaderTriton
 
 CPU = torch.device("cpu")
+START, ON_DEVICE = Kernel.__call__, launch_triton._on_device
 Slot = launch_triton._Slot
 
 
@@ -92,11 +93,11 @@ class Device:
     def __init__(self, rows: Rows, monkeypatch: pytest.MonkeyPatch) -> None:
         self.begun: list[Callable[[], Any]] = []  #: what it has before the next record
         self.events: list[Event] = []
-        self.start = Kernel.__call__
+        self.start = START
         rows._own = rows._stream = self
         rows._slots.clear()
         self.entered = False
-        copied = launch_triton._on_device
+        copied = ON_DEVICE
 
         @contextmanager
         def enter(stream: Device | None) -> Iterator[None]:
@@ -110,6 +111,7 @@ class Device:
 
         def begin(kernel: Kernel, grid: Any, device: torch.device, stream: Device, *tensors: torch.Tensor) -> None:
             assert stream is self
+            assert tensors[-1].storage_offset() % 2 == 0, "kernels are compiled for addresses of 16 B times n"
             self.begin(kernel, grid, device, *tensors)
 
         def slot(gpu: bool) -> Any:
@@ -253,16 +255,18 @@ def test_what_a_load_has_to_be_and_is_stays_until_it_was_told(pages: int, monkey
     device = Device(sealer._rows, monkeypatch)
 
     def noted(at: int) -> Any:
-        tokens = Firsts(torch.tensor([at % 4] * pages), range(pages))
-        return sealer.move((), [(Table(torch.arange(at, at + 4)), tokens, 1)])[0]
+        loaded, read = (Firsts(torch.tensor([at % 4] * pages), range(pages)) for _ in range(2))
+        table = Table(torch.arange(at, at + 4))
+        return sealer.move(
+            [(table, loaded, Table(torch.zeros(1, pages, dtype=torch.int64)), range(pages), 1)], [(table, read, 1)]
+        )[0]
 
     def found(at: int) -> Any:
         return sealer.digests([(0, Firsts(torch.tensor([at % 4] * pages), range(pages)), 1)])[0]
 
     assert [one.tolist() for one in in_turn(device, noted)] == [[at + at % 4] * pages for at in range(16)]
     in_turn(device, lambda at: noted(at) is None)  # nobody keeps it
-    device.events.clear()
-    sealer._rows._slots.clear()
+    device = Device(sealer._now, monkeypatch)
     assert [one.tolist() for one in in_turn(device, found)] == [[digests()[at % 4]] * pages for at in range(16)]
     in_turn(device, lambda at: found(at) is None)
 

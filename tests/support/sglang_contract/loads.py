@@ -6,10 +6,11 @@ from types import SimpleNamespace
 from typing import Any
 
 from dsv4ctl.controlplane.link.wire import Role
-from dsv4ctl.engine_adapters.sglang.hooks import life
+from dsv4ctl.controlplane.tickets.types import Guard
+from dsv4ctl.engine_adapters.sglang.hooks import life, loads
 from sglang_contract.checks import alone, check
 from sglang_contract.situations import loading, world
-from sglang_world import LAYERS, tokens
+from sglang_world import LAYERS, World, tokens
 
 
 @check
@@ -116,3 +117,30 @@ def load_lands_layer_by_layer_and_ends(_: bool) -> None:
     assert made.rank.gate.totals()["loads"] == 0
     assert made.rank.gate.totals()["tickets"] == 0
     assert made.rank.gate.totals()["refused"] == 0
+
+
+@alone
+def readers_whose_guard_is_off_wait_for_nothing(_: bool) -> None:
+    for off in ((), (Guard.ATTENTION,), (Guard.INDEXER,), (Guard.COMPRESSOR,)):
+        made = World(Role.SINGLE, tuple(guard.value for guard in off))
+        made.load_back()
+        made.controller.start_loading()
+        stream = made.device.current
+        for read in (life.before_replay, lambda here, made=made: made.kvcache.wait_layer_transfer(0)):
+            before = len(stream.operations)
+            read(made.rank)
+            assert (len(stream.operations) == before) is bool(off), (off, read)
+        made.device.run()
+
+
+@alone
+def what_is_noted_is_behind_what_the_scheduler_put_before(_: bool) -> None:
+    made, order = world(Role.SINGLE, True), []
+    made.device.current.put(lambda: order.append("scheduler"))
+    with loads.behind_forward(made.rank):
+        made.device.current.put(lambda: order.append("noted"))
+    while made.scheduler.forward_stream.step():
+        pass
+    assert not order
+    made.device.run()
+    assert order == ["scheduler", "noted"]
