@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from typing import NamedTuple, Protocol
 
 import torch
@@ -54,10 +54,6 @@ class SpaceBuffers:
 
 #: Flat, on the host; and the event after which they are there, None if they are already.
 Found = tuple[digest.Digests, Event | None]
-#: Of one of the spaces pages by their numbers.
-Parts = Sequence[tuple[int, Sequence[int]]]
-#: Digests of at least one part, [buffers, pages] of each one after another; 0 of what is no page.
-DigestParts = Callable[[Parts], Found]
 
 
 class Firsts(NamedTuple):
@@ -83,7 +79,9 @@ class Table:
         self.row_bytes = 8 * self.numbers.stride(0)
 
 
-#: Of one of the spaces pages; tokens of a page; and where each digest has its place: [buffers, pool pages].
+#: Of one of the spaces pages, and tokens of a page.
+Parts = Sequence[tuple[int, Tokens, int]]
+#: Of one of the spaces pages, tokens of a page, and where each digest has its place: [buffers, pool pages].
 Places = Sequence[tuple[int, Tokens, int, Table]]
 #: Digests [buffers, pages] to take from, and the pages; the same of where they go; tokens of a page.
 Moves = Sequence[tuple[Table, Tokens, Table, Tokens, int]]
@@ -98,24 +96,17 @@ class Sealer(Protocol):
         """Takes digests over, then puts digests of what pages are now where they have their place: a column a page."""
 
     def move(self, moves: Moves, reads: Reads) -> Found:
-        """Takes digests over, and reads others, in any order."""
+        """Takes digests over, and reads others, in any order: of each [buffers, pages], one after another."""
 
-    def digests(self, parts: Sequence[tuple[int, Tokens, int]]) -> Found:
-        """What pages are now, of spaces with so many tokens a page: of each [buffers, pages], one after another."""
+    def digests(self, parts: Parts) -> Found:
+        """Digests of what pages are now: of each part [buffers, pages], one after another."""
 
 
 class Reader(Protocol):
     """Reads numbers of a device."""
 
-    def pages(self, reads: Reads) -> Found:
-        """Digests: of each table [buffers, pages] of these, one after another. 0 of what is no page."""
-
     def tokens(self, listed: Sequence[Firsts]) -> Found:
         """The tokens themselves."""
-
-
-def digest_parts_torch(spaces: SpaceBuffers, parts: Parts) -> digest.Digests:
-    return SealerTorch(spaces).digests([(space, pages, 1) for space, pages in parts])[0]
 
 
 class SealerTorch:
@@ -130,15 +121,15 @@ class SealerTorch:
 
     def move(self, moves: Moves, reads: Reads) -> Found:
         _move_torch(moves)
-        return ReaderTorch().pages(reads)
+        return _read_torch(reads)
 
-    def digests(self, parts: Sequence[tuple[int, Tokens, int]]) -> Found:
+    def digests(self, parts: Parts) -> Found:
         now = []
         for space, tokens, page_tokens in parts:
             table = Table(torch.zeros((self._spaces.counts[space], self._spaces.pages[space]), dtype=torch.int64))
             self.seal((), [(space, tokens, page_tokens, table)])
             now.append((table, tokens, page_tokens))
-        return ReaderTorch().pages(now)
+        return _read_torch(now)
 
 
 def _move_torch(moves: Moves) -> None:
@@ -161,14 +152,15 @@ def _pages(tokens: Tokens, table: Table, page_tokens: int) -> tuple[torch.Tensor
     return firsts // page_tokens, (firsts >= 0) & (firsts < table.columns * page_tokens)
 
 
-class ReaderTorch:
-    def pages(self, reads: Reads) -> Found:
-        found = []
-        for table, tokens, page_tokens in reads:
-            pages, known = _pages(tokens, table, page_tokens)
-            found.append(torch.where(known, table.numbers[:, pages.where(known, 0)], 0) if table.columns else known * 0)
-        return _joined(found)
+def _read_torch(reads: Reads) -> Found:
+    found = []
+    for table, tokens, page_tokens in reads:
+        pages, known = _pages(tokens, table, page_tokens)
+        found.append(torch.where(known, table.numbers[:, pages.where(known, 0)], 0) if table.columns else known * 0)
+    return _joined(found)
 
+
+class ReaderTorch:
     def tokens(self, listed: Sequence[Firsts]) -> Found:
         for tokens, _ in listed:
             check_numbers(tokens)

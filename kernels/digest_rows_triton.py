@@ -9,7 +9,7 @@ import triton.language as tl
 
 from dsv4ctl.kernels.digest_triton import digest_of
 from dsv4ctl.kernels.launch_triton import Kernel, Memory, Rows
-from dsv4ctl.kernels.moves_triton import MoveRows, token_of, told, told_of
+from dsv4ctl.kernels.moves_triton import MoveRows, nothing, token_of, told
 
 _BLOCK, _WARPS = 4096, 16  # a request's own page of SGLang has 65,536 words
 _AT_ONCE = 16  # pages of a list that one row names
@@ -44,12 +44,51 @@ def _digest_rows_kernel(table_ptr, odd_ptr, rows_ptr, block: tl.constexpr):
 _digest_rows = Kernel(_digest_rows_kernel, _BLOCK, warps=_WARPS)
 
 
-class _Digester:
+class SealerTriton:
+    """`buffers.SealerTorch`, on `stream` (None: the current one), in one launch, or in two if it moves and seals."""
+
     def __init__(self, spaces, stream=None):
         self._spaces = spaces
         self._most = max(spaces.counts)
         self._rows = Rows(spaces.device, stream)
+        self._now = Rows(spaces.device, stream)  #: of `digests`: on streams of loads, which may take long
         self._memory = Memory(spaces.device.type == "cuda")
+        if stream is not None:  # which is not behind what made the spaces
+            torch.cuda.synchronize(spaces.device)
+        self._begin(nothing(), [0] * _DIGESTS, (1, 1, 1))  # compiles: a row of no page
+        self._rows.begun()
+
+    def seal(self, moves, places):
+        moved = MoveRows(len(moves))
+        moved.add_moves(moves)
+        listed = [
+            (space, page_tokens, out.columns, out.row_bytes, 1, out.address, told(tokens, out.device))
+            for space, tokens, page_tokens, out in places
+        ]
+        sealed, grid = self._numbers(listed)
+        if moved.longest or grid[2]:
+            self._begin(moved, sealed, grid, moves, places)
+            self._rows.begun()
+
+    def move(self, moves, reads):
+        moved = MoveRows(len(moves) + len(reads))
+        moved.add_moves(moves)
+        memory = moved.add_reads(reads, self._memory)
+        self._begin(moved, [], (0, 0, 0), memory, moves, reads)
+        return memory, self._rows.begun()
+
+    def digests(self, parts):
+        counts = self._spaces.counts
+        told_parts = [(space, told(tokens, self._spaces.device), page_tokens) for space, tokens, page_tokens in parts]
+        memory, address = self._memory.take(sum(counts[space] * len(pages) for space, pages, _ in told_parts))
+        listed = []
+        for space, pages, page_tokens in told_parts:
+            size = len(pages)
+            listed.append((space, page_tokens, self._spaces.pages[space], 8 * size, 0, address, pages))
+            address += 8 * counts[space] * size
+        numbers, grid = self._numbers(listed)
+        self._launch(grid, *self._now.put(numbers, memory, parts))
+        return memory, self._now.begun()
 
     def _numbers(self, listed):
         """The numbers of a launch, and its grid.
@@ -74,74 +113,6 @@ class _Digester:
     def _launch(self, grid, stream, rows):
         if grid[2]:
             _digest_rows(grid, self._spaces.device, stream, self._spaces.table, self._spaces.multipliers, rows)
-
-    def _digests(self, parts):
-        """Of (space, what is told of pages, tokens of a page): in host memory."""
-        counts = self._spaces.counts
-        memory, address = self._memory.take(sum(counts[space] * len(pages) for space, pages, _ in parts))
-        listed = []
-        for space, pages, page_tokens in parts:
-            size = len(pages)
-            listed.append((space, page_tokens, self._spaces.pages[space], 8 * size, 0, address, pages))
-            address += 8 * counts[space] * size
-        numbers, grid = self._numbers(listed)
-        return memory, numbers, grid
-
-
-class PartsTriton(_Digester):
-    """`buffers.digest_parts_torch`, in one launch on `stream` (on a CPU None), into pinned host memory."""
-
-    def __init__(self, spaces, stream):
-        super().__init__(spaces, stream)
-        if stream is not None:
-            torch.cuda.synchronize(spaces.device)
-        self._launch((1, 1, 1), *self._rows.put([0] * _DIGESTS))  # compiles: a row of no page
-        self._rows.begun()
-
-    def __call__(self, parts):
-        """Digests of at least one part, and the event after which they are there, None if they are already."""
-        memory, numbers, grid = self._digests([(space, told(pages, self._spaces.device), 1) for space, pages in parts])
-        self._launch(grid, *self._rows.put(numbers, memory))
-        return memory, self._rows.begun()
-
-
-class SealerTriton(_Digester):
-    """`buffers.SealerTorch`, on the current stream, in one launch, or in two if it moves and seals."""
-
-    def __init__(self, spaces):
-        super().__init__(spaces)
-        self._now = Rows(spaces.device)  #: on streams of loads, which may take long
-        compiled = MoveRows(1)
-        compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
-        self._begin(compiled, [0] * _DIGESTS, (1, 1, 1))
-        self._rows.begun()
-
-    def seal(self, moves, places):
-        moved = MoveRows(len(moves))
-        moved.add_moves(moves)
-        listed = [
-            (space, page_tokens, out.columns, out.row_bytes, 1, out.address, told(tokens, out.device))
-            for space, tokens, page_tokens, out in places
-        ]
-        sealed, grid = self._numbers(listed)
-        if moved.longest or grid[2]:
-            self._begin(moved, sealed, grid, moves, places)
-            self._rows.begun()
-
-    def move(self, moves, reads):
-        listed = told_of(reads)
-        memory, address = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
-        moved = MoveRows(len(moves) + len(reads))
-        moved.add_moves(moves)
-        moved.add_reads(listed, address)
-        self._begin(moved, [], (0, 0, 0), memory, moves, reads)
-        return memory, self._rows.begun()
-
-    def digests(self, parts):
-        listed = [(space, told(tokens, self._spaces.device), page_tokens) for space, tokens, page_tokens in parts]
-        memory, numbers, grid = self._digests(listed)
-        self._launch(grid, *self._now.put(numbers, memory, parts))
-        return memory, self._now.begun()
 
     def _begin(self, moved, sealed, grid, *kept):
         behind = len(moved.numbers) + len(moved.numbers) % 2  # at 16 B, as kernels expect it

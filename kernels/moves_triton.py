@@ -75,12 +75,15 @@ class MoveRows:
                 raise ValueError(f"digests of {len(froms)} pages to {len(tos)}")
             self.add(source.rows, page_tokens, _side(source), froms, _side(target), tos)
 
-    def add_reads(self, listed, address):
-        """Of `told_of` reads, to memory that begins there."""
+    def add_reads(self, reads, memory):
+        """To some of the memory, which is returned."""
+        listed = [(table, told(tokens, table.device), page_tokens) for table, tokens, page_tokens in reads]
+        taken, address = memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
         for table, pages, page_tokens in listed:
             size = len(pages)
             self.add(table.rows, page_tokens, _side(table), pages, (address, 8 * size, size))
             address += 8 * table.rows * size
+        return taken
 
     def launch(self, device, stream, rows):
         """`rows`: where the numbers are by now."""
@@ -98,27 +101,25 @@ def told(tokens, device):
     return [~token if token >= 0 else ~_NO_TOKEN for token in tokens]
 
 
-def told_of(reads):
-    return [(table, told(tokens, table.device), page_tokens) for table, tokens, page_tokens in reads]
+def nothing():
+    """A page of no buffers: to compile."""
+    moves = MoveRows(1)
+    moves.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))
+    return moves
+
+
+def _side(table):
+    return table.address, table.row_bytes, table.columns
 
 
 class ReaderTriton:
-    """`buffers.ReaderTorch`, in one launch on `stream` (None: the current one), into pinned host memory."""
+    """`buffers.ReaderTorch`, in one launch on the current stream, into pinned host memory."""
 
-    def __init__(self, device, stream=None):
+    def __init__(self, device):
         self._device = device
-        self._rows = Rows(device, stream)
+        self._rows = Rows(device)
         self._memory = Memory(device.type == "cuda")
-        compiled = MoveRows(1)
-        compiled.add(0, 1, (0, 0, 0), [~0], (0, 0, 0))  # a page of nothing
-        self._launch(compiled)
-
-    def pages(self, reads):
-        listed = told_of(reads)
-        memory, address = self._memory.take(sum(table.rows * len(pages) for table, pages, _ in listed))
-        moves = MoveRows(len(listed))
-        moves.add_reads(listed, address)
-        return memory, self._launch(moves, memory, reads)
+        self._launch(nothing())
 
     def tokens(self, listed):
         memory, place = self._memory.take(sum(len(at) for _, at in listed))
@@ -132,7 +133,3 @@ class ReaderTriton:
     def _launch(self, moves, *kept):
         moves.launch(self._device, *self._rows.put(moves.numbers, *kept))
         return self._rows.begun()
-
-
-def _side(table):
-    return table.address, table.row_bytes, table.columns

@@ -117,21 +117,9 @@ def digest_pages(pages: torch.Tensor) -> digest.Digests:
     return digest.digest_numpy(pages.numpy())
 
 
-def digest_parts(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None) -> buffers.DigestParts:
-    """What digests parts: on a GPU on `stream`. Compiles there. Not to be called by two threads at once.
-
-    What a call returns lives until its event, wanted or not.
-    """
-    if spaces.device.type == "cuda":
-        from dsv4ctl.kernels.digest_rows_triton import PartsTriton
-
-        return PartsTriton(spaces, stream)
-    return lambda parts: (buffers.digest_parts_torch(spaces, parts), None)
-
-
-def sealer(spaces: buffers.SpaceBuffers) -> buffers.Sealer:
-    """What seals pages: on a GPU in the order of the stream that is current. Compiles there. Not to be called by two
-    threads at once.
+def sealer(spaces: buffers.SpaceBuffers, stream: torch.cuda.Stream | None = None) -> buffers.Sealer:
+    """What seals pages, and digests them: on a GPU in the order of `stream`, None for the one that is current. Compiles
+    there. Not to be called by two threads at once.
 
     What a call is told, and what it returns, lives until the device has read and written it, wanted or not; but for
     what digests are taken of, from and to.
@@ -139,20 +127,20 @@ def sealer(spaces: buffers.SpaceBuffers) -> buffers.Sealer:
     if spaces.device.type == "cuda":
         from dsv4ctl.kernels.digest_rows_triton import SealerTriton
 
-        return SealerTriton(spaces)
+        return SealerTriton(spaces, stream)
     return buffers.SealerTorch(spaces)
 
 
-def reader(device: torch.device, stream: torch.cuda.Stream | None = None) -> buffers.Reader:
-    """What reads numbers of `device`: on a GPU on `stream`, None for the current one. Compiles there. Not to be called
-    by two threads at once.
+def reader(device: torch.device) -> buffers.Reader:
+    """What reads tokens of `device`: on a GPU on the stream that is current. Compiles there. Not to be called by two
+    threads at once.
 
     What a call reads, and what it returns, lives until its event, wanted or not.
     """
     if device.type == "cuda":
         from dsv4ctl.kernels.moves_triton import ReaderTriton
 
-        return ReaderTriton(device, stream)
+        return ReaderTriton(device)
     return buffers.ReaderTorch()
 
 

@@ -72,18 +72,16 @@ class PageDigests:
             for number, (space, group) in enumerate(groups.items())
         }
         self._buffers = SpaceBuffers([space.pools for space in self.spaces.values()])
-        self._device = self._buffers.device
-        self._beside = torch.cuda.Stream(self._device) if self._device.type == "cuda" else None
+        beside = torch.cuda.Stream(self._buffers.device) if self._buffers.device.type == "cuda" else None
         self._backups: list[Pages] = []  #: whose digests are not noted yet
-        self._digest_parts = ops.digest_parts(self._buffers, self._beside)
         self._sealer = ops.sealer(self._buffers)
-        self._reader = ops.reader(self._device, self._beside)
+        self._beside = ops.sealer(self._buffers, beside)  #: the forward that runs
 
     def landed(self, rooms: Sequence[Mapping[str, Sequence[int]]]) -> list[Fetched]:
         """Starts to compute what landed in the pages of some rooms, all at once: a peer wrote them, no stream here."""
-        parts = [[(space.number, pages.get(name, ())) for name, space in self.spaces.items()] for pages in rooms]
-        sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages in room) for room in parts]
-        values, there = self._digest_parts([part for room in parts for part in room])
+        parts = [[(space.number, pages.get(name, ()), 1) for name, space in self.spaces.items()] for pages in rooms]
+        sizes = [sum(self._buffers.counts[number] * len(pages) for number, pages, _ in room) for room in parts]
+        values, there = self._beside.digests([part for room in parts for part in room])
         return Fetched(values, there).split(sizes)
 
     def sealed(self, pages: Mapping[str, Sequence[int]]) -> Fetched:
@@ -92,7 +90,7 @@ class PageDigests:
         [buffers, pages] of each space one after another, flat. Beside the forward that runs now, not behind it.
         """
         reads = [(space.sealed, pages.get(name, ()), 1) for name, space in self.spaces.items()]
-        return Fetched(*self._reader.pages(reads))
+        return Fetched(*self._beside.move((), reads))
 
     def seal(
         self, locations: torch.Tensor, prefixes: Sequence[int], lengths: Sequence[int], slots: torch.Tensor | None

@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -9,9 +10,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from dsv4ctl.kernels import digest_rows_triton, launch_triton, ops
-from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Parts, Places, SpaceBuffers, Table, Tokens, digest_parts_torch
+from dsv4ctl.kernels.buffers import Firsts, PageBuffers, Places, Sealer, SpaceBuffers, Table, Tokens
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealerTriton
+from dsv4ctl.kernels.digest_rows_triton import SealerTriton
 from dsv4ctl.kernels.digest_triton import digest_pages_triton
 from dsv4ctl.kernels.tickets import Tickets
 
@@ -49,7 +50,17 @@ def pool(words: int, buffers: int, seed: int) -> PageBuffers:
     return PageBuffers([torch.randint(0, 256, shape, dtype=torch.uint8, generator=random) for _ in range(buffers)])
 
 
-def by_numpy(spaces: SpaceBuffers, parts: Parts) -> list[int]:
+#: Of a space, page numbers.
+Listed = Sequence[tuple[int, Sequence[int]]]
+
+
+def now(sealer: Sealer, listed: Listed) -> list[int]:
+    values, there = sealer.digests([(space, pages, 1) for space, pages in listed])
+    assert there is None
+    return list(values.tolist())
+
+
+def by_numpy(spaces: SpaceBuffers, parts: Listed) -> list[int]:
     layers = [(layer, pages) for space, pages in parts for buffers in spaces.pools[space] for layer in buffers.layers]
     return [int(one) for layer, pages in layers for one in digest_numpy(layer.numpy()[np.array(pages, dtype=int)])]
 
@@ -66,24 +77,23 @@ def test_pages_of_any_sizes_in_one_launch(spaces: SpaceBuffers, data: st.DataObj
     one = st.tuples(st.integers(0, len(spaces.pools) - 1), st.lists(st.integers(0, 3), max_size=3))
     parts = data.draw(st.lists(one, min_size=1, max_size=5))
     expected = by_numpy(spaces, parts)
-    assert PartsTriton(spaces, None)(parts)[0].tolist() == expected
-    assert digest_parts_torch(spaces, parts).tolist() == expected
+    assert now(SealerTriton(spaces), parts) == expected
+    assert now(ops.sealer(spaces), parts) == expected
 
 
 def test_what_is_no_page_has_no_digest() -> None:
     spaces = SpaceBuffers([[pool(3, 2, 5)]])
     digest, other = by_numpy(spaces, [(0, [2])])
-    for digest_parts in (PartsTriton(spaces, None), ops.digest_parts(spaces, None)):
-        assert digest_parts([(0, [-1, 2, 4, 1 << 40])])[0].tolist() == [0, digest, 0, 0, 0, other, 0, 0]
+    for sealer in (SealerTriton(spaces), ops.sealer(spaces)):
+        assert now(sealer, [(0, [-1, 2, 4, 1 << 40])]) == [0, digest, 0, 0, 0, other, 0, 0]
 
 
 def test_a_page_of_sglangs_window_beside_one_of_a_state() -> None:
     spaces = SpaceBuffers([[pool(149760 // 8, 1, 1)], [pool(1728 // 8, 2, 2), pool(5, 1, 3)]])
     parts = [(0, [2]), (1, [3, 0]), (0, [])]
-    assert PartsTriton(spaces, None)(parts)[0].tolist() == by_numpy(spaces, parts)
-    assert ops.digest_parts(spaces, None)(parts)[0].tolist() == by_numpy(spaces, parts)
-    for digest_parts in (PartsTriton(spaces, None), ops.digest_parts(spaces, None)):
-        assert digest_parts(parts[2:])[0].shape == (0,)
+    for sealer in (SealerTriton(spaces), ops.sealer(spaces)):
+        assert now(sealer, parts) == by_numpy(spaces, parts)
+        assert now(sealer, parts[2:]) == []
 
 
 @settings(max_examples=15, deadline=None, derandomize=True)
@@ -153,7 +163,7 @@ def test_a_token_that_has_no_page_is_neither_read_nor_written_for() -> None:
 def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
     spaces = SpaceBuffers([[pool(1, 2, 1)], [pool(2, 1, 2)]])
     parts = [(0, [at % 4 for at in range(70)]), (1, [3]), (1, list(range(4)) * 8)]
-    digest_parts = PartsTriton(spaces, None)
+    sealer = SealerTriton(spaces)
     started: list[tuple[int, int, int]] = []
 
     def start(grid: tuple[int, int, int], *arguments: Any) -> None:
@@ -162,18 +172,18 @@ def test_many_pages_take_one_launch(monkeypatch: pytest.MonkeyPatch) -> None:
 
     kernel = digest_rows_triton._digest_rows
     monkeypatch.setattr(digest_rows_triton, "_digest_rows", start)
-    assert digest_parts(parts)[0].tolist() == by_numpy(spaces, parts)
-    assert digest_parts([(1, [2, 1])])[0].tolist() == by_numpy(spaces, [(1, [2, 1])])
-    assert digest_parts([(0, ())])[0].tolist() == []
+    assert now(sealer, parts) == by_numpy(spaces, parts)
+    assert now(sealer, [(1, [2, 1])]) == by_numpy(spaces, [(1, [2, 1])])
+    assert now(sealer, [(0, ())]) == []
     assert started == [(16, 2, 5 + 1 + 2), (2, 2, 1)]
 
 
 def test_digests_of_one_piece_of_memory_and_the_next(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(launch_triton, "_MEMORY", 10)
     spaces = SpaceBuffers([[pool(1, 2, 1)]])
-    digest_parts = PartsTriton(spaces, None)
-    parts: list[Parts] = [[(0, pages)] for pages in ([0], [1, 2], [3, 2], [1], list(range(4)) * 3, [2])]
-    found = [digest_parts(part)[0] for part in parts]
+    sealer = SealerTriton(spaces)
+    parts: list[Listed] = [[(0, pages)] for pages in ([0], [1, 2], [3, 2], [1], list(range(4)) * 3, [2])]
+    found = [sealer.digests([(space, pages, 1) for space, pages in part])[0] for part in parts]
     assert [one.tolist() for one in found] == [by_numpy(spaces, part) for part in parts]
     pieces = [id(one.base) for one in found]
     assert [pieces.index(piece) for piece in pieces] == [0, 0, 0, 3, 4, 5]

@@ -16,7 +16,7 @@ import torch
 from dsv4ctl.kernels import launch_triton
 from dsv4ctl.kernels.buffers import Firsts, PageBuffers, SpaceBuffers, Table
 from dsv4ctl.kernels.digest import digest_numpy
-from dsv4ctl.kernels.digest_rows_triton import PartsTriton, SealerTriton
+from dsv4ctl.kernels.digest_rows_triton import SealerTriton
 from dsv4ctl.kernels.launch_triton import Kernel, Rows
 from dsv4ctl.kernels.moves_triton import ReaderTriton
 
@@ -206,25 +206,25 @@ def in_turn(device: Device, call: Callable[[int], Any]) -> list[Any]:
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("pages", [1, 12, 18])  # of these the numbers are copied
 def test_what_a_launch_reads_and_writes_stays_until_it_is_over(pages: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    digest_parts = PartsTriton(four_pages(), None)
-    device = Device(digest_parts._rows, monkeypatch)
-    found = in_turn(device, lambda at: digest_parts([(0, [at % 4] * pages)])[0])
+    sealer = SealerTriton(four_pages())
+    device = Device(sealer._now, monkeypatch)
+    found = in_turn(device, lambda at: sealer.digests([(0, [at % 4] * pages, 1)])[0])
     assert [one.tolist() for one in found] == [[digests()[at % 4]] * pages for at in range(16)]
-    in_turn(device, lambda at: digest_parts([(0, [1] * pages)]) and None)  # nobody keeps them
+    in_turn(device, lambda at: sealer.digests([(0, [1] * pages, 1)]) and None)  # nobody keeps them
 
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize("pages", [1, 13, 14])
 @pytest.mark.parametrize("what", ["pages", "tokens"])
 def test_what_is_read_stays_until_it_was(pages: int, what: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ReaderTriton(CPU)
-    device = Device(reader._rows, monkeypatch)
+    reader, sealer = ReaderTriton(CPU), SealerTriton(four_pages())
+    device = Device(reader._rows if what == "tokens" else sealer._rows, monkeypatch)
 
     def read(at: int) -> Any:
         numbers, chosen = torch.arange(at, at + 4), [at % 4] * pages
         if what == "tokens":
             return reader.tokens([Firsts(numbers, chosen)])[0]
-        return reader.pages([(Table(numbers), Firsts(torch.tensor(chosen), range(pages)), 1)])[0]
+        return sealer.move((), [(Table(numbers), Firsts(torch.tensor(chosen), range(pages)), 1)])[0]
 
     assert [one.tolist() for one in in_turn(device, read)] == [[at + at % 4] * pages for at in range(16)]
     in_turn(device, lambda at: read(at) is None)
@@ -272,11 +272,11 @@ def test_what_a_load_has_to_be_and_is_stays_until_it_was_told(pages: int, monkey
 
 
 def test_what_was_over_stays_so_when_its_slot_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    reader = ReaderTriton(CPU)
-    device = Device(reader._rows, monkeypatch)
+    sealer = SealerTriton(four_pages())
+    device = Device(sealer._rows, monkeypatch)
 
     def begin() -> Any:
-        return reader.pages([(Table(torch.arange(4)), [1], 1)])[1]
+        return sealer.move((), [(Table(torch.arange(4)), [1], 1)])[1]
 
     first, second = begin(), begin()
     assert (first.query(), second.query()) == (False, False)

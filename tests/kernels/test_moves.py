@@ -99,9 +99,11 @@ def test_numbers_of_other_kinds_are_refused(numbers: torch.Tensor) -> None:
         for both in ((tokens, [0, 1]), ([0, 1], tokens)):
             with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
                 sealer.seal([(table, both[0], table, both[1], 1)], ())
+    for sealer in sealers():
+        for wrong in (lambda: sealer.move((), [(table, tokens, 1)]), lambda: sealer.digests([(0, tokens, 1)])):  # noqa: B023
+            with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
+                wrong()
     for reader in (ReaderTriton(CPU), ops.reader(CPU)):
-        with pytest.raises(ValueError, match="on cpu: contiguous int64 on cpu expected"):
-            reader.pages([(table, tokens, 1)])
         with pytest.raises(ValueError, match=r"on cpu: contiguous int64 .*expected"):
             reader.tokens([tokens])
     with pytest.raises(ValueError, match="on cpu: contiguous int64 expected"):
@@ -125,8 +127,8 @@ def test_digests_of_any_pages_are_read(data: st.DataObject) -> None:
 
     made = [drawn() for _ in range(data.draw(st.integers(0, 3)))]
     expected = [int(row[page]) for (table, *_), pages in made for row in table.numbers for page in pages]
-    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
-        values, there = reader.pages([read for read, _ in made])
+    for sealer in sealers():
+        values, there = sealer.move((), [read for read, _ in made])
         assert values.view(np.int64).tolist() == expected
         assert there is None
 
@@ -136,10 +138,10 @@ def test_of_what_is_no_page_nothing_is_read(there: bool) -> None:
     asked = [3, -1, 8, 100, 0, -(2**40), 2**62]
     tokens: Tokens = Firsts(torch.tensor(asked), range(len(asked))) if there else asked
     around = torch.arange(1, 9)
-    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+    for sealer in sealers():
         for _ in range(3):
-            assert reader.pages([(Table(around[2:6]), tokens, 2)])[0].tolist() == [4, 0, 0, 0, 3, 0, 0]
-            assert reader.pages([(Table(torch.zeros(1, 0, dtype=torch.int64)), tokens, 2)])[0].tolist() == [0] * 7
+            assert sealer.move((), [(Table(around[2:6]), tokens, 2)])[0].tolist() == [4, 0, 0, 0, 3, 0, 0]
+            assert sealer.move((), [(Table(torch.zeros(1, 0, dtype=torch.int64)), tokens, 2)])[0].tolist() == [0] * 7
 
 
 @settings(max_examples=20, deadline=None, derandomize=True)
@@ -192,9 +194,9 @@ def test_any_tokens_are_read(data: st.DataObject) -> None:
 
 
 def test_what_was_read_stays_when_more_is_read() -> None:
-    for reader in (ReaderTriton(CPU), ops.reader(CPU)):
+    for sealer in sealers():
         numbers = Table(torch.arange(40))
-        found = [reader.pages([(numbers, [column], 1)])[0] for column in range(40)]
+        found = [sealer.move((), [(numbers, [column], 1)])[0] for column in range(40)]
         assert [one.tolist() for one in found] == [[column] for column in range(40)]
 
 
