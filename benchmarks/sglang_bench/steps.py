@@ -58,8 +58,8 @@ GROUPS = {
         560.0,
         5.0,
         {
-            "s5.own": Step(240.0, 75.0, "what of a turn of a scheduler's loop is our own code, by hook"),
-            "s5.steady": Step(555.0, 380.0, "tokens/s of 32 at a time, hooks on and off, of 16 starts: 5 or 6 a call"),
+            "s5.own": Step(240.0, 125.0, "what of a turn of a scheduler's loop is our own code, by hook"),
+            "s5.steady": Step(555.0, 330.0, "tokens/s of 32 at a time, hooks on and off, of 16 starts: 4 to 6 a call"),
         },
     ),
     "cost": Group(
